@@ -1,0 +1,345 @@
+"""`Engine`: asynchronous continuous batching. `Engine.step` is the whole loop.
+
+It owns streams, slots, graphs, the KV cache and the scheduler, makes them once and keeps them for its life. It refuses
+weights' business (`rollout.weights`) and callers' business (`rollout.worker`): requests go in, ended ones come out.
+
+    host     │ fill B │ launch B │ wait A │ update A │ fill A │ launch A │ wait B │ ...
+    h2d      │        ├─ in B ──▶ h2d_done[B]                 ├─ in A ──▶ h2d_done[A]
+    compute  │ ── batch A ──▶ compute_done[A] │ ── batch B ──▶ compute_done[B] │ ── batch A' ──
+    d2h      │                                ├─ out A ─▶ d2h_done[A]          ├─ out B ─▶ d2h_done[B]
+
+With `overlap=False` there is one slot, so each step is collected right after its launch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Protocol
+
+from torch import nn
+
+from rollout.config import EngineConfig
+from rollout.engine import memory
+from rollout.engine.batch import Batch
+from rollout.engine.counters import EngineCounters
+from rollout.engine.graphs import GraphKey, GraphPool, row_buckets
+from rollout.engine.models.hf import capture_obstacle, model_shape
+from rollout.engine.runner import ModelRunner
+from rollout.engine.scheduler import Ended, Scheduler
+from rollout.engine.slots import Slot
+from rollout.engine.streams import Streams, make_streams
+from rollout.types import Request
+
+
+class Recorder(Protocol):
+    """What the engine tells about its time; `rollout.observe.timeline.Timeline` is one."""
+
+    enabled: bool
+
+    def host(self, name: str, step: int = -1) -> AbstractContextManager[None]:
+        """A span of host work."""
+
+    def device(self, lane: str, name: str, step: int, start_s: float, end_s: float) -> None:
+        """A span of device work that has ended."""
+
+
+class NoRecorder:
+    """Records nothing."""
+
+    enabled = False
+    _nothing = nullcontext()
+
+    def host(self, name: str, step: int = -1) -> AbstractContextManager[None]:
+        """A span of host work."""
+        return self._nothing
+
+    def device(self, lane: str, name: str, step: int, start_s: float, end_s: float) -> None:
+        """A span of device work that has ended."""
+
+
+class Engine:
+    """One engine for one module on one device, driven by one thread.
+
+    Args:
+        module: the engine's own Hugging Face module, from `rollout.engine.models.hf.build_module`.
+        config: sizes and switches.
+        eos_token_ids: ids that end a completion.
+        recorder: receives spans of host and device work.
+        on_capture: called with (done, all) after each captured graph.
+
+    Raises:
+        ValueError: the module can't be run here, or the cache doesn't fit; the message says what to change.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: EngineConfig,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        recorder: Recorder | None = None,
+        on_capture: Callable[[int, int], None] | None = None,
+    ) -> None:
+        parameter = next(module.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.module = module
+        self.config = config
+        self.recorder: Recorder = recorder or NoRecorder()
+        self.shape = model_shape(module)
+        self.max_model_len = self._model_len(config, self.shape.max_position_embeddings)
+        max_blocks = -(-self.max_model_len // config.block_size)
+        free = memory.free_bytes(self.device, config)
+        num_blocks = memory.count_blocks(self.shape, config, self.max_model_len, self.dtype, free)
+        self.kv = memory.allocate(self.shape, num_blocks, config.block_size, self.dtype, self.device)
+        self.streams: Streams = make_streams(self.device)
+        self.scheduler = Scheduler(
+            max_rows=config.max_rows,
+            max_model_len=self.max_model_len,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            max_prefill_tokens=config.max_prefill_tokens,
+            eos_token_ids=eos_token_ids,
+        )
+        self.slots = [
+            Slot(
+                index,
+                max_rows=config.max_rows,
+                max_prefill_tokens=config.max_prefill_tokens,
+                max_blocks=max_blocks,
+                device=self.device,
+                streams=self.streams,
+            )
+            for index in range(config.num_slots)
+        ]
+        self.runner = ModelRunner(module, self.shape, self.kv, max_rows=config.max_rows, max_blocks=max_blocks)
+        on_cuda = self.device.type == "cuda"
+        self.use_graphs = self._uses_graphs(on_cuda)
+        self.graphs = GraphPool(self.streams, on_cuda=on_cuda)
+        self.buckets = row_buckets(config.max_rows)
+        self.counters = EngineCounters()
+        self._in_flight: deque[tuple[Slot, Batch]] = deque()
+        self._ended_early: list[Ended] = []
+        self._steps = 0
+        self._failure: BaseException | None = None
+        with self.streams.compute.use():
+            self.runner.probe()
+        self.streams.synchronize()
+        self.capture(filtered=False, on_capture=on_capture)
+
+    def _model_len(self, config: EngineConfig, positions: int) -> int:
+        if config.max_model_len is None:
+            return positions
+        if config.max_model_len > positions:
+            raise ValueError(f"max_model_len={config.max_model_len}, but the model has {positions} positions: lower it")
+        return config.max_model_len
+
+    def _uses_graphs(self, on_cuda: bool) -> bool:
+        obstacle = capture_obstacle(self.module) if on_cuda else None
+        if self.config.use_graphs and obstacle:
+            raise ValueError(f"{obstacle}: set EngineConfig.use_graphs=False or another dtype")
+        return on_cuda and obstacle is None if self.config.use_graphs is None else self.config.use_graphs
+
+    # The loop
+
+    def step(self) -> list[Ended]:
+        """Launches the next batch, then collects the one before it, whose host work the device doesn't wait for.
+
+        Returns:
+            The requests that ended.
+        """
+        with self._failing_whole():
+            batch = self._schedule()
+            if batch is not None:
+                slot = self.slots[batch.step % len(self.slots)]
+                launch = self._fill(slot, batch)
+                self._launch(slot, launch)
+                self._in_flight.append((slot, batch))
+            ended, self._ended_early = self._ended_early, []
+            if batch is None or len(self._in_flight) == len(self.slots):
+                ended += self._collect()
+            return ended
+
+    def _schedule(self) -> Batch | None:
+        with self.recorder.host("schedule", self._steps):
+            batch = self.scheduler.schedule(self._in_flight[-1][1] if self._in_flight else None)
+            if batch is not None:
+                batch.step = self._steps
+                self._steps += 1
+                self._count(batch)
+        return batch
+
+    def _fill(self, slot: Slot, batch: Batch) -> Callable[[], None]:
+        """Writes `batch` to the slot's host buffers. Returns its device work."""
+        with self.recorder.host("fill", batch.step):
+            out = slot.device_out
+            if batch.prefill is not None:
+                inputs = slot.fill_prefill(batch, batch.prefill)
+                return partial(self.runner.prefill, inputs, out, filtered=batch.filtered)
+            rows = batch.rows.size
+            if not self.use_graphs:
+                slot.fill_decode(batch, rows)
+                return self._decode_step(GraphKey(slot.index, rows, batch.filtered))
+            padded = self.buckets[bisect_left(self.buckets, rows)]
+            slot.fill_decode(batch, padded)
+            return partial(self.graphs.replay, GraphKey(slot.index, padded, batch.filtered))
+
+    def _launch(self, slot: Slot, device_work: Callable[[], None]) -> None:
+        """Enqueues copy in, device work and copy out. Returns at once; events keep the order."""
+        streams = self.streams
+        with self.recorder.host("launch", self._steps - 1):
+            with streams.h2d.use():
+                streams.h2d.record(slot.h2d_start)
+                slot.copy_in()
+                streams.h2d.record(slot.h2d_done)
+            streams.compute.wait(slot.h2d_done)
+            with streams.compute.use():
+                streams.compute.record(slot.compute_start)
+                device_work()
+                streams.compute.record(slot.compute_done)
+            streams.d2h.wait(slot.compute_done)
+            with streams.d2h.use():
+                slot.copy_out()
+                streams.d2h.record(slot.d2h_done)
+
+    def _collect(self) -> list[Ended]:
+        """Waits for the oldest step in flight, the one place where the host waits, and takes its tokens."""
+        if not self._in_flight:
+            assert not self.scheduler.has_work, "sequences are left, but none can be scheduled"
+            return []
+        slot, batch = self._in_flight.popleft()
+        with self.recorder.host("wait", batch.step):
+            slot.d2h_done.synchronize()
+        with self.recorder.host("update", batch.step):
+            out = slot.outputs(batch.rows.size)
+            ended = self.scheduler.update(batch, out.token_ids, out.logprobs, out.kept_mass)
+        self._note_times(slot, batch)
+        return ended
+
+    # Requests
+
+    def add(self, requests: list[Request]) -> None:
+        """Queues requests that `check` has let pass."""
+        with self._failing_whole():
+            if any(request.params.filtered for request in requests):
+                self._ended_early += self.drain()  # a capture runs through the slots' buffers
+                self.capture(filtered=True)
+            if not self.scheduler.has_work:
+                self.begin_phase()
+            for request in requests:
+                self.scheduler.add(request)
+
+    def check(self, requests: list[Request]) -> None:
+        """Raises ValueError if one of `requests` could never run here, saying what to change."""
+        self._raise_failure()
+        for request in requests:
+            self._check_ids(request)
+            self.scheduler.check(request)
+
+    def _check_ids(self, request: Request) -> None:
+        vocabulary = self.shape.vocab_size
+        if request.prompt_ids and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+            raise ValueError(f"prompt {request.group} has token ids outside of the model's 0 to {vocabulary - 1}")
+
+    def abort(self, call: int) -> list[Ended]:
+        """Ends all sequences of one call, with what they have."""
+        return self.scheduler.abort(call)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether sequences wait or run, or a step is in flight."""
+        return self.scheduler.has_work or bool(self._in_flight) or bool(self._ended_early)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the loop has broken; every call raises from then on."""
+        return self._failure is not None
+
+    # Between steps and phases
+
+    def begin_phase(self) -> None:
+        """Orders the engine after what the current stream holds, as the learner's writes to shared weights."""
+        assert not self._in_flight
+        self.streams.follow_current()
+        self.counters.forget_last_step()
+
+    def drain(self) -> list[Ended]:
+        """Collects every step in flight, and launches none. The device is then idle, as weights need it."""
+        ended = []
+        with self._failing_whole():
+            while self._in_flight:
+                ended += self._collect()
+        return ended
+
+    def publish_weights(self, version: int, *, keep_kv: bool = False) -> None:
+        """Goes on under policy `version`, whose weights are in place. Nothing may be in flight.
+
+        Args:
+            version: what tokens from now on are marked with.
+            keep_kv: whether running sequences keep keys and values of older weights, rather than compute them again.
+        """
+        assert not self._in_flight, "drain before weights change"
+        self.scheduler.new_version(version, keep_kv=keep_kv)
+        self.begin_phase()
+
+    def capture(self, *, filtered: bool, on_capture: Callable[[int, int], None] | None = None) -> None:
+        """Captures the decode graphs of every slot and size, once; largest first, so that the pool is sized once."""
+        keys = [GraphKey(slot.index, rows, filtered) for rows in reversed(self.buckets) for slot in self.slots]
+        keys = [key for key in keys if key not in self.graphs] if self.use_graphs else []
+        if not keys:
+            return
+        assert not self._in_flight, "a capture runs through the slots' buffers"
+        self.streams.synchronize()
+        for done, key in enumerate(keys):
+            slot = self.slots[key.slot]
+            with self.streams.compute.use():
+                slot.pad_device_inputs(key.rows)
+                self.graphs.capture(key, self._decode_step(key))
+            if on_capture is not None:
+                on_capture(done + 1, len(keys))
+        self.streams.synchronize()
+
+    def _decode_step(self, key: GraphKey) -> Callable[[], None]:
+        slot, before = self.slots[key.slot], self.slots[key.slot - 1]
+        inputs = slot.decode_inputs(key.rows)
+        return partial(self.runner.decode, inputs, before.out_tokens, slot.device_out, filtered=key.filtered)
+
+    def close(self) -> None:
+        """Waits for the device and gives memory back."""
+        self._in_flight.clear()
+        self.streams.synchronize()
+        self.graphs.clear()
+        del self.kv, self.runner, self.slots
+
+    # Bookkeeping
+
+    def _count(self, batch: Batch) -> None:
+        blocks = self.scheduler.blocks
+        self.counters.launched(batch, self.config.max_rows, blocks.used, blocks.capacity)
+
+    def _note_times(self, slot: Slot, batch: Batch) -> None:
+        at = self.streams.seconds
+        start_s, end_s = at(slot.compute_start), at(slot.compute_done)
+        self.counters.ran(batch, start_s, end_s)
+        if self.recorder.enabled:
+            name = f"{batch.kind} {batch.rows.size}"
+            self.recorder.device("h2d", "in", batch.step, at(slot.h2d_start), at(slot.h2d_done))
+            self.recorder.device("compute", name, batch.step, start_s, end_s)
+            self.recorder.device("d2h", "out", batch.step, end_s, at(slot.d2h_done))
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the engine has failed and takes no more requests; make a new worker") from self._failure
+
+    @contextmanager
+    def _failing_whole(self) -> Iterator[None]:
+        """Whatever breaks the loop breaks it for every caller, with the same cause."""
+        self._raise_failure()
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            raise

@@ -1,0 +1,63 @@
+"""Stand-ins for the device: streams that write down what was asked of them, and a model that needs no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rollout.engine.streams import Event
+
+
+class FakeEvent:
+    """An event with a name; waiting for it on the host is written down."""
+
+    def __init__(self, log: list[str], name: str = "") -> None:
+        self.log = log
+        self.name = name
+
+    def synchronize(self) -> None:
+        self.log.append(f"host waits {self.name}")
+
+
+class FakeStream:
+    """A queue that writes down what is put into it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.log = log
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        self.log.append(f"{self.name} records {event.name}")
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        self.log.append(f"{self.name} waits {event.name}")
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        self.log.append(f"{self.name}:")
+        yield
+
+
+class FakeStreams:
+    """`rollout.engine.streams.Streams` for a test that reads the order of events."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.h2d = FakeStream("h2d", self.log)
+        self.compute = FakeStream("compute", self.log)
+        self.d2h = FakeStream("d2h", self.log)
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self.log)
+
+    def seconds(self, event: Event) -> float:
+        return 0.0
+
+    def anchor(self) -> None: ...
+
+    def follow_current(self) -> None:
+        self.log.append("all wait current")
+
+    def synchronize(self) -> None: ...
