@@ -1,0 +1,153 @@
+"""Owns the exchange of weights between a learner and an engine's module in the same process.
+
+Every name and shape is checked before the first byte is written; the module's addresses never change, so CUDA graphs
+stay valid. Refuses to write over storage that its owner still uses. Counting versions, draining the engine before and
+dropping cached prefixes after are the caller's.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rollout.engine.models.learner import Source, distinct, persistent_buffers, same_storage, sources, write
+
+_NAMED = 20  # how many tensors an error lists
+
+
+@dataclass(frozen=True)
+class ExchangeReport:
+    """What one exchange did. Tied weights count once."""
+
+    shared: int
+    """Tensors whose storage engine and learner share: nothing to move."""
+    copied: int
+    """Tensors copied in place."""
+    copied_bytes: int
+    """Bytes written by those copies."""
+    seconds: float
+    """Wall-clock time, to the end of the last copy."""
+    rebound: int = 0
+    """Those of `copied` that were shared until the learner moved to other storage (`module.to`, `assign=True`)."""
+
+
+class WeightExchange:
+    """Brings the weights of a learner into a module that `build_module` made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._torn = False
+
+    @property
+    def intact(self) -> bool:
+        """False from an exchange that broke off while writing to the next one that ends: the weights are a mixture."""
+        return not self._torn
+
+    def exchange(self, learner: nn.Module) -> ExchangeReport:
+        """Makes the module's weights the learner's, in place, and waits until they have arrived.
+
+        Runs on the current stream, which must be the one that the learner's last step ran on, or wait for it. No step
+        of the engine may be in flight. Under FSDP2 every rank has to call it.
+
+        Args:
+            learner: the model that the module was built from, wrapped or not, or another one of the same tensors.
+
+        Raises:
+            ValueError: tensors are missing, extra or misshapen, or a copy would overwrite a model that is still in use.
+                Nothing was written.
+            RuntimeError: reading the learner failed half way, with the cause. The weights are a mixture then (see
+                `intact`) and must not be sampled from; a later exchange repairs them.
+        """
+        start_s = time.perf_counter()
+        targets = _targets(self._module)
+        named = distinct(sources(learner))
+        _check(targets, named)
+        shared, copies, rebound = self._sort(targets, named)
+        copied_bytes = self._write(copies)
+        for name in rebound:
+            del self._origins[name]
+        _synchronize(targets)
+        return ExchangeReport(
+            shared=shared,
+            copied=len(copies),
+            copied_bytes=copied_bytes,
+            seconds=time.perf_counter() - start_s,
+            rebound=len(rebound),
+        )
+
+    @property
+    def _origins(self) -> dict[str, object]:
+        origins: dict[str, object] = self._module.__dict__.setdefault("_rollout_origins", {})
+        return origins
+
+    def _sort(
+        self, targets: dict[str, Tensor], named: dict[str, Source]
+    ) -> tuple[int, list[tuple[Tensor, Source]], list[str]]:
+        """How many are shared, which are to be copied, and the names of those that were shared until now."""
+        copies: list[tuple[Tensor, Source]] = []
+        rebound: list[str] = []
+        in_use: list[str] = []
+        for name, source in named.items():
+            target = targets[name]
+            if source.owner is not None and same_storage(target, source.owner):
+                continue
+            copies.append((target, source))
+            if name in self._origins:
+                owner = self._origins[name]()  # type: ignore[operator]
+                still_used = owner is not None and same_storage(target, owner)
+                (in_use if still_used else rebound).append(name)
+        if in_use:
+            raise ValueError(
+                f"the engine runs on the storage of the model it was built from, and this exchange would write other "
+                f"values into {len(in_use)} tensors of that model ({', '.join(in_use[:_NAMED])}): pass the same model, "
+                "or build the worker from the model (and the adapters) that you train"
+            )
+        return len(named) - len(copies), copies, rebound
+
+    def _write(self, copies: list[tuple[Tensor, Source]]) -> int:
+        try:
+            copied_bytes = write(copies)
+        except Exception as error:
+            self._torn = True
+            raise RuntimeError(
+                "reading the learner's weights failed half way, so the engine holds a mixture of old and new ones: "
+                "nothing may be generated until an exchange has succeeded"
+            ) from error
+        self._torn = False
+        return copied_bytes
+
+
+def _targets(module: nn.Module) -> dict[str, Tensor]:
+    # Read anew each time: the module's parameters may have become views of fused storage since it was built.
+    targets = {**dict(module.named_parameters()), **persistent_buffers(module)}
+    return {name: tensor.detach() for name, tensor in targets.items()}
+
+
+def _check(targets: dict[str, Tensor], named: dict[str, Source]) -> None:
+    missing = [name for name in targets if name not in named]
+    extra = [name for name in named if name not in targets]
+    misshapen = [
+        f"{name} ({list(named[name].shape)} {named[name].dtype}, the engine has {list(target.shape)} {target.dtype})"
+        for name, target in targets.items()
+        if name in named
+        and (named[name].shape != target.shape or named[name].dtype.is_floating_point != target.dtype.is_floating_point)
+    ]
+    problems = [
+        f"{what}: {', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''}"
+        for what, names in (("missing", missing), ("extra", extra), ("of another shape", misshapen))
+        if names
+    ]
+    if problems:
+        raise ValueError(
+            f"the learner's tensors aren't those that the engine was built with; {'; '.join(problems)}. "
+            "Nothing was written. If the model was changed on purpose (resized, tied, adapted), make a new worker"
+        )
+
+
+def _synchronize(targets: dict[str, Tensor]) -> None:
+    devices = {target.device for target in targets.values() if target.is_cuda}
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()

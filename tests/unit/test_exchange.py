@@ -1,0 +1,496 @@
+"""WeightExchange: the engine's weights are the learner's after it, whole, at the same addresses; or nothing changed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rollout.engine.models import build_module, learner as learner_module
+from rollout.weights import WeightExchange, named_weights
+from tests.tiny_models import ARCHITECTURES, fingerprint, tiny
+
+peft = pytest.importorskip("peft")
+torch.set_num_threads(1)
+
+
+def build(learner: nn.Module, dtype: torch.dtype = torch.float32) -> Any:
+    return build_module(learner, device="cpu", dtype=dtype)
+
+
+def addresses(module: nn.Module) -> dict[str, int]:
+    return {n: t.data_ptr() for n, t in module.state_dict(keep_vars=True).items()}
+
+
+def values(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: t.detach().clone() for n, t in module.state_dict().items()}
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def perturb(module: nn.Module, seed: int = 1) -> None:
+    """Adds noise to every parameter in place, as an optimiser's step would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=0.05)
+
+
+def step(learner: Any) -> None:
+    optimizer = torch.optim.AdamW(learner.parameters(), lr=1e-2)
+    ids = torch.arange(3, 13)[None]
+    learner(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class TestShared:
+    @pytest.mark.parametrize("name", ARCHITECTURES)
+    def test_optimizer_steps_arrive_by_themselves(self, name):
+        learner = tiny(name)
+        skeleton = build(learner)
+        old, where = values(skeleton), addresses(skeleton)
+        step(learner)
+        assert_same(values(skeleton), values(learner))
+        assert not torch.equal(values(skeleton)["model.norm.weight"], old["model.norm.weight"])
+        before = fingerprint(learner)
+        report = WeightExchange(skeleton).exchange(learner)
+        assert fingerprint(learner) == before
+        assert (report.shared, report.copied, report.copied_bytes, report.rebound) == (
+            len(list(learner.parameters())),
+            0,
+            0,
+            0,
+        )
+        assert report.seconds > 0
+        assert addresses(skeleton) == where
+
+    def test_through_wrappers(self):
+        learner = tiny("llama")
+        assert WeightExchange(build(learner)).exchange(torch.compile(learner)).copied == 0
+
+
+class TestCopied:
+    @pytest.mark.parametrize("name", ARCHITECTURES)
+    def test_float32_arrives_as_bfloat16(self, name):
+        learner = tiny(name)
+        skeleton = build(learner, torch.bfloat16)
+        where = addresses(skeleton)
+        step(learner)
+        before = fingerprint(learner)
+        report = WeightExchange(skeleton).exchange(learner)
+        assert fingerprint(learner) == before
+        assert_same(values(skeleton), {n: t.to(torch.bfloat16) for n, t in values(learner).items()})
+        assert addresses(skeleton) == where
+        parameters = list(learner.parameters())
+        assert (report.shared, report.copied) == (0, len(parameters))
+        assert report.copied_bytes == 2 * sum(p.numel() for p in parameters)
+
+    def test_one_fused_pass_for_a_pair_of_dtypes(self, monkeypatch):
+        learner = tiny("llama")
+        skeleton = build(learner, torch.bfloat16)
+        calls: list[int] = []
+        real = torch._foreach_copy_
+
+        def counted(targets, sources, non_blocking=False):
+            calls.append(len(targets))
+            real(targets, sources, non_blocking=non_blocking)
+
+        monkeypatch.setattr(torch, "_foreach_copy_", counted)
+        WeightExchange(skeleton).exchange(learner)
+        assert calls == [len(list(learner.parameters()))]
+
+    def test_strides_that_differ(self):
+        learner = tiny("llama")
+        skeleton = build(learner, torch.bfloat16)
+        weight = learner.lm_head.weight
+        weight.data = weight.detach().T.contiguous().T
+        perturb(learner)
+        WeightExchange(skeleton).exchange(learner)
+        assert_same(values(skeleton), {n: t.to(torch.bfloat16) for n, t in values(learner).items()})
+
+    def test_parameters_that_became_views_of_fused_storage(self):
+        learner = tiny("llama")
+        skeleton = build(learner)
+        attention = skeleton.model.layers[0].self_attn
+        parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+        fused = torch.cat([p.weight.detach() for p in parts])
+        for part, view in zip(parts, fused.split([64, 32, 32]), strict=True):
+            part.weight = nn.Parameter(view, requires_grad=False)
+        perturb(learner)
+        report = WeightExchange(skeleton).exchange(learner)
+        assert report.copied == 3
+        theirs = learner.model.layers[0].self_attn
+        assert torch.equal(fused, torch.cat([theirs.q_proj.weight, theirs.k_proj.weight, theirs.v_proj.weight]))
+
+    def test_persistent_buffers(self):
+        learner = tiny("llama")
+        skeleton = build(learner, torch.bfloat16)
+        for model in (learner, skeleton):
+            model.model.register_buffer("bias_of_routing", torch.zeros(4))
+        learner.model.bias_of_routing += 1
+        assert "model.bias_of_routing" in dict(named_weights(learner))
+        WeightExchange(skeleton).exchange(learner)
+        assert skeleton.model.bias_of_routing.tolist() == [1.0] * 4
+
+
+class TestRebound:
+    @pytest.mark.parametrize("how", ["to", "assign", "data"])
+    def test_a_moved_learner_is_copied_from_then_on(self, how):
+        learner = tiny("qwen2")
+        skeleton = build(learner)
+        exchange = WeightExchange(skeleton)
+        where = addresses(skeleton)
+        if how == "to":
+            learner.to(torch.bfloat16).to(torch.float32)
+        elif how == "assign":
+            learner.load_state_dict(values(learner), assign=True)
+            learner.tie_weights()
+        else:
+            for parameter in learner.parameters():
+                parameter.data = parameter.data.clone()
+        perturb(learner)
+        count = len(list(learner.parameters()))
+        report = exchange.exchange(learner)
+        assert (report.shared, report.copied, report.rebound) == (0, count, count)
+        assert_same(values(skeleton), values(learner))
+        assert addresses(skeleton) == where
+        perturb(learner, seed=2)
+        report = exchange.exchange(learner)
+        assert (report.copied, report.rebound) == (count, 0)
+        assert_same(values(skeleton), values(learner))
+
+    def test_one_tensor(self):
+        learner = tiny("llama")
+        skeleton = build(learner)
+        learner.model.norm.weight = nn.Parameter(torch.rand(64))
+        report = WeightExchange(skeleton).exchange(learner)
+        assert (report.copied, report.rebound, report.copied_bytes) == (1, 1, 256)
+        assert torch.equal(skeleton.model.norm.weight, learner.model.norm.weight)
+
+    def test_never_overwrites_a_model_in_use(self):
+        learner, other = tiny("llama"), tiny("llama", seed=5)
+        skeleton = build(learner)
+        before = fingerprint(learner)
+        with pytest.raises(ValueError, match="storage of the model it was built from"):
+            WeightExchange(skeleton).exchange(other)
+        assert fingerprint(learner) == before
+        owned = build(learner, torch.bfloat16)
+        WeightExchange(owned).exchange(other)
+        assert torch.equal(owned.lm_head.weight, other.lm_head.weight.to(torch.bfloat16))
+
+    def test_never_merges_into_a_base_in_use(self):
+        learner = tiny("llama")
+        skeleton = build(learner)
+        adapted = lora(learner)
+        before = fingerprint(learner)
+        with pytest.raises(ValueError, match="and the adapters"):
+            WeightExchange(skeleton).exchange(adapted)
+        assert fingerprint(learner) == before
+
+
+class TestRefused:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("fault", ["missing", "extra", "misshapen", "untied"])
+    def test_other_tensors_change_nothing(self, fault, dtype):
+        name = "qwen2" if fault == "untied" else "llama"
+        learner = tiny(name)
+        skeleton = build(learner, dtype)
+        changed = tiny(name, seed=5)
+        mlp = changed.model.layers[1].mlp
+        if fault == "missing":
+            mlp.up_proj = nn.Identity()
+        elif fault == "extra":
+            mlp.added = nn.Linear(2, 2, bias=False)
+        elif fault == "misshapen":
+            mlp.up_proj = nn.Linear(64, 95, bias=False)
+        else:
+            changed.lm_head.weight = nn.Parameter(changed.lm_head.weight.detach().clone())
+        what, where = {
+            "missing": ("missing", "model.layers.1.mlp.up_proj.weight"),
+            "extra": ("extra", "model.layers.1.mlp.added.weight"),
+            "misshapen": ("of another shape", "model.layers.1.mlp.up_proj.weight"),
+            "untied": ("extra", "lm_head.weight"),
+        }[fault]
+        old = values(skeleton)
+        exchange = WeightExchange(skeleton)
+        with pytest.raises(ValueError, match=f"{what}: {where}.*Nothing was written"):
+            exchange.exchange(changed)
+        assert_same(values(skeleton), old)
+        assert exchange.intact
+
+    def test_reading_that_fails_half_way_says_so(self, monkeypatch):
+        learner = randomised(lora(tiny("llama")))
+        skeleton = build(learner)
+        exchange = WeightExchange(skeleton)
+        monkeypatch.setattr(learner_module, "CHUNK_BYTES", 1)
+        layer = learner.get_base_model().model.layers[1].self_attn.q_proj
+        whole = layer.lora_A["default"]
+        layer.lora_A["default"] = nn.Linear(3, 3)  # its product with B has no meaning
+        with pytest.raises(RuntimeError, match="mixture") as caught:
+            exchange.exchange(learner)
+        assert caught.value.__cause__ is not None
+        assert not exchange.intact
+        layer.lora_A["default"] = whole
+        exchange.exchange(learner)
+        assert exchange.intact
+        assert_close_to_merged(skeleton, learner)
+
+
+# --- PEFT ---
+
+
+def lora(learner: Any, name: str = "default", **options: Any) -> Any:
+    options = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"], **options}
+    return peft.get_peft_model(learner, peft.LoraConfig(**options), adapter_name=name)
+
+
+def randomised(learner: Any, seed: int = 3) -> Any:
+    """Gives every adapter values that do something; B starts at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in learner.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+                if "magnitude" in name:
+                    parameter.abs_().add_(0.5)
+    return learner
+
+
+def merged(learner: Any) -> Any:
+    return copy.deepcopy(learner).merge_and_unload()
+
+
+def assert_close_to_merged(skeleton: Any, learner: Any) -> None:
+    theirs = dict(merged(learner).named_parameters(remove_duplicate=False))
+    ours = dict(skeleton.named_parameters(remove_duplicate=False))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor.detach(), theirs[name].detach().to(tensor.dtype), msg=lambda m, n=name: n + m)
+
+
+LORAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "biased": ("qwen2", {"target_modules": ["q_proj", "k_proj"], "lora_bias": True}),
+    "rslora": ("llama", {"use_rslora": True}),
+    "all-linear": ("qwen3", {"target_modules": "all-linear"}),
+    "embeddings": ("llama", {"target_modules": ["embed_tokens", "lm_head", "o_proj"]}),
+    "modules_to_save": ("llama", {"modules_to_save": ["lm_head", "norm"]}),
+    "dora": ("llama", {"use_dora": True}),
+    "experts": ("qwen3_moe", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    "gemma": ("gemma3", {}),
+}
+
+
+class TestLora:
+    @pytest.mark.parametrize("case", LORAS)
+    def test_built_and_exchanged_merged_and_the_base_is_untouched(self, case):
+        name, options = LORAS[case]
+        learner = randomised(lora(tiny(name), **options))
+        before = fingerprint(learner)
+        skeleton = build(learner)
+        assert fingerprint(learner) == before
+        assert type(skeleton) is type(learner.get_base_model())
+        assert_close_to_merged(skeleton, learner)
+        where = addresses(skeleton)
+        randomised(learner, seed=4)
+        before = fingerprint(learner)
+        report = WeightExchange(skeleton).exchange(learner)
+        assert fingerprint(learner) == before
+        assert_close_to_merged(skeleton, learner)
+        assert addresses(skeleton) == where
+        assert report.copied > 0
+        assert report.shared > 0
+        assert report.rebound == 0
+
+    def test_runs_as_the_learner_does(self):
+        learner = randomised(lora(tiny("llama"), modules_to_save=["lm_head"]))
+        skeleton = build(learner)
+        skeleton.config._attn_implementation = "sdpa"
+        ids = torch.arange(3, 23)[None]
+        with torch.no_grad():
+            torch.testing.assert_close(skeleton(input_ids=ids).logits, learner.eval()(input_ids=ids).logits)
+
+    def test_only_adapted_tensors_are_the_engines_own(self):
+        learner = lora(tiny("llama"))
+        skeleton = build(learner)
+        base = {n.replace(".base_layer", ""): p for n, p in learner.get_base_model().named_parameters()}
+        own = {n for n, p in skeleton.named_parameters() if p.data_ptr() != base[n].data_ptr()}
+        parts = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+        assert own == {f"model.layers.{i}.{part}.weight" for i in range(2) for part in parts}
+        assert WeightExchange(skeleton).exchange(learner).copied == 6
+
+    def test_a_trained_saved_module_is_shared(self):
+        learner = randomised(lora(tiny("llama"), modules_to_save=["lm_head"]))
+        skeleton = build(learner)
+        saved = learner.get_base_model().lm_head.modules_to_save["default"].weight
+        assert skeleton.lm_head.weight.data_ptr() == saved.data_ptr()
+
+    def test_several_active_adapters(self):
+        learner = lora(tiny("llama"))
+        learner.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+        randomised(learner)
+        skeleton = build(learner)
+        for active in (["default", "second"], ["second"], ["default"]):
+            learner.base_model.set_adapter(active)
+            WeightExchange(skeleton).exchange(learner)
+            assert_close_to_merged(skeleton, learner)
+
+    def test_several_dora_adapters_act_as_in_forward(self):
+        learner = lora(tiny("llama"), use_dora=True)
+        learner.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+        learner.base_model.set_adapter(["default", "second"])
+        skeleton = build(randomised(learner))
+        layer = learner.get_base_model().model.layers[0].self_attn.q_proj
+        eye = torch.eye(64)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                skeleton.model.layers[0].self_attn.q_proj.weight.detach(), layer.eval()(eye).T.contiguous()
+            )
+
+    def test_disabled_adapters_give_the_base(self):
+        learner = randomised(lora(tiny("llama"), modules_to_save=["norm"]))
+        skeleton = build(learner, torch.bfloat16)
+        base = learner.get_base_model()
+        with learner.disable_adapter():
+            WeightExchange(skeleton).exchange(learner)
+        q, norm = base.model.layers[0].self_attn.q_proj, base.model.norm
+        assert torch.equal(skeleton.model.layers[0].self_attn.q_proj.weight, q.base_layer.weight.bfloat16())
+        assert torch.equal(skeleton.model.norm.weight, norm.original_module.weight.bfloat16())
+        WeightExchange(skeleton).exchange(learner)
+        assert_close_to_merged(skeleton, learner)
+
+    def test_adapters_merged_by_the_learner_count_once(self):
+        learner = randomised(lora(tiny("llama")))
+        expected = merged(learner)
+        skeleton = build(learner)
+        learner.merge_adapter()
+        WeightExchange(skeleton).exchange(learner)
+        assert_same(values(skeleton), values(expected))
+        with (
+            pytest.raises(ValueError, match="merged and disabled"),
+            learner.disable_adapter(),
+        ):
+            WeightExchange(skeleton).exchange(learner)
+
+    def test_tied_embeddings_part_where_only_one_is_adapted(self):
+        learner = randomised(lora(tiny("qwen2"), target_modules=["embed_tokens"]))
+        skeleton = build(learner)
+        base = learner.get_base_model()
+        assert skeleton.lm_head.weight.data_ptr() == base.lm_head.weight.data_ptr()
+        assert skeleton.model.embed_tokens.weight.data_ptr() != base.lm_head.weight.data_ptr()
+        skeleton.config._attn_implementation = "sdpa"
+        ids = torch.arange(3, 23)[None]
+        with torch.no_grad():
+            torch.testing.assert_close(skeleton(input_ids=ids).logits, learner.eval()(input_ids=ids).logits)
+
+    def test_a_bfloat16_base_is_merged_with_one_rounding(self):
+        learner = randomised(lora(tiny("llama").to(torch.bfloat16)))
+        layer = learner.get_base_model().model.layers[0].self_attn.q_proj
+        assert layer.lora_B["default"].weight.dtype == torch.float32
+        exact = layer.base_layer.weight.float() + layer.get_delta_weight("default")
+        ours = build(learner, torch.bfloat16).model.layers[0].self_attn.q_proj.weight
+        assert torch.equal(ours, exact.to(torch.bfloat16))
+
+    def test_merges_in_bounded_chunks(self, monkeypatch):
+        learner = randomised(lora(tiny("llama")))
+        skeleton = build(learner)
+        alive: list[int] = []
+        real = torch._foreach_copy_
+
+        def watched(targets, sources, non_blocking=False):
+            alive.append(sum(s.nbytes for s in sources))
+            real(targets, sources, non_blocking=non_blocking)
+
+        monkeypatch.setattr(torch, "_foreach_copy_", watched)
+        monkeypatch.setattr(learner_module, "CHUNK_BYTES", 20_000)
+        WeightExchange(skeleton).exchange(learner)
+        assert sum(alive) == 2 * (64 * 64 + 32 * 64 + 64 * 96) * 4
+        assert len(alive) > 1
+        assert max(alive) < 20_000 + 64 * 96 * 4
+
+    def test_adapters_added_without_a_peft_model(self):
+        learner = tiny("llama")
+        peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q_proj"]), learner)
+        randomised(learner)
+        layer = learner.model.layers[0].self_attn.q_proj
+        expected = layer.base_layer.weight + layer.get_delta_weight("default")
+        assert torch.equal(build(learner).model.layers[0].self_attn.q_proj.weight, expected)
+
+    def test_merging_follows_a_compiled_learner(self):
+        learner = randomised(lora(tiny("llama")))
+        assert_close_to_merged(build(torch.compile(learner)), learner)
+
+    @pytest.mark.parametrize(
+        ("config", "reason"),
+        [
+            (lambda: peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "use LoraConfig"),
+            (lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "adds prompts"),
+            (lambda: peft.LoraConfig(target_modules=["embed_tokens"], use_dora=True), "DoRA on an embedding"),
+            (lambda: peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]), "modules_to_save"),
+            (
+                lambda: peft.LoraConfig(
+                    task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6]
+                ),
+                "ALora",
+            ),
+        ],
+    )
+    def test_refuses_what_cannot_be_merged(self, config, reason):
+        learner = peft.get_peft_model(tiny("llama"), config())
+        with pytest.raises(ValueError, match=reason):
+            build(learner)
+
+
+class TestNamedWeights:
+    def test_plain_names_and_aliases(self):
+        learner = tiny("qwen2")
+        named = dict(named_weights(torch.compile(learner)))
+        theirs = dict(learner.named_parameters())
+        assert list(named) == list(theirs)
+        assert all(named[n].data_ptr() == p.data_ptr() for n, p in theirs.items())
+
+    def test_lora_is_merged_one_tensor_at_a_time(self):
+        learner = randomised(lora(tiny("llama")))
+        before = fingerprint(learner)
+        expected = merged(learner).state_dict()
+        named = dict(named_weights(learner))
+        assert named.keys() == expected.keys()
+        for name, tensor in named.items():
+            torch.testing.assert_close(tensor, expected[name])
+        assert fingerprint(learner) == before
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_fsdp2_shards_are_gathered(mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    learner = tiny("llama")
+    whole = values(learner)
+    for layer in learner.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(learner, mesh=mesh)
+    skeleton = build(learner)
+    assert type(skeleton).__name__ == "LlamaForCausalLM"
+    assert_same(values(skeleton), whole)
+    with torch.no_grad():
+        for parameter in learner.parameters():
+            parameter.mul_(2)
+    report = WeightExchange(skeleton).exchange(learner)
+    assert report.shared == 0
+    assert_same(values(skeleton), {n: 2 * t for n, t in whole.items()})
