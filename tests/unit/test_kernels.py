@@ -1,0 +1,339 @@
+"""The Triton kernels against the reference on float64 inputs.
+
+They run for real where there is a CUDA device, and in Triton's interpreter elsewhere (see conftest.py), with shapes
+cut down to what an interpreter can do. Sizes that only a GPU can do are marked so.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.engine import kernels, reference
+from rollout.engine.kernels.tuning import Tiles, num_splits
+from tests import paged
+
+pytest.importorskip("triton")
+from rollout.engine.kernels import decode, kv_write, prefill, sampling
+
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, where unsigned integers wrap
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not interpreted, reason="the interpreter is off")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+on_devices = pytest.mark.parametrize("device", DEVICES)
+# Absolute, for values of about 1. The products are of 16-bit numbers, the sums in float32; outputs are rounded.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+LENGTHS = [1, 15, 16, 17, 70]
+
+
+def _dot_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """float16 for bfloat16 in the interpreter, which holds bfloat16 as integers and multiplies those."""
+    return torch.float16 if device == "cpu" and dtype == torch.bfloat16 else dtype
+
+
+def _check_decode(case: paged.Paged, heads: int, splits: int | None = None, **options: float) -> Tensor:
+    head_dim = case.kv.shape[-1]
+    query = paged.queries(len(case.lengths), heads, head_dim, case.kv, transposed=True)
+    tiles = options.pop("tiles", None)
+    split_tokens = options.pop("split_tokens", None)
+    out = decode.paged_decode(
+        query,
+        case.k_cache,
+        case.v_cache,
+        case.block_table,
+        case.rows,
+        case.last,
+        scaling=0.3,
+        tiles=tiles,
+        splits=splits,
+        split_tokens=split_tokens,
+        **options,
+    )
+    assert out.dtype == query.dtype
+    assert out.is_contiguous()
+    exact = case.double()
+    expected = reference.paged_decode(
+        query.double(),
+        exact.k_cache,
+        exact.v_cache,
+        exact.block_table,
+        exact.rows,
+        exact.last,
+        scaling=0.3,
+        **options,
+    )
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[query.dtype], rtol=0)
+    return out
+
+
+@on_devices
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("window", [0, 1, 17, 100])
+def test_decode_windows_and_softcap(device: str, window: int, softcap: float) -> None:
+    case = paged.make(LENGTHS, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, device=device)
+    tiles = Tiles(16, 16, 4, 2, 1)
+    _check_decode(case, 6, window=window, softcap=softcap, tiles=tiles, splits=4, split_tokens=16)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "dtype"),
+    [
+        (9, 3, 64, 64, torch.float32),
+        (4, 1, 128, 16, torch.bfloat16),
+        (7, 1, 80, 32, torch.float16),
+        (2, 2, 96, 256, torch.bfloat16),
+        (16, 1, 192, 64, torch.bfloat16),
+        (4, 2, 256, 16, torch.float16),
+        (32, 1, 32, 8, torch.float32),
+        (48, 4, 16, 16, torch.float32),
+    ],
+)
+def test_decode_shapes(
+    device: str, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    dtype = _dot_dtype(dtype, device)
+    case = paged.make(
+        [block_size, 1, block_size + 1], kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype,
+        device=device,
+    )  # fmt: skip
+    _check_decode(case, heads)
+
+
+@on_devices
+def test_decode_does_not_depend_on_how_rows_share_programs(device: str) -> None:
+    """A row's own result is the same bits alone as among others, as long as the split rule is the same."""
+    tiles, options = Tiles(16, 16, 4, 2, 1), {"splits": 8, "split_tokens": 16}
+    case = paged.make(LENGTHS, kv_heads=1, head_dim=16, block_size=16, dtype=torch.float32, device=device)
+    together = _check_decode(case, 3, tiles=tiles, **options)
+    query = paged.queries(len(LENGTHS), 3, 16, case.kv)
+    for row in (0, 4):
+        alone = decode.paged_decode(
+            query[row : row + 1], case.k_cache, case.v_cache, case.block_table, case.rows[row : row + 1],
+            case.last[row : row + 1], scaling=0.3, tiles=tiles, **options,
+        )  # fmt: skip
+        assert torch.equal(alone[0], together[row])
+
+
+@on_devices
+def test_decode_padding_rows(device: str) -> None:
+    case = paged.make(LENGTHS, kv_heads=1, head_dim=16, block_size=16, dtype=torch.float32, device=device)
+    query = paged.queries(4, 2, 16, case.kv)
+    token_row = torch.tensor([4, 5, 5, 0], dtype=torch.int32, device=device)  # row 5 is the scratch row
+    position = torch.tensor([40, 0, 0, 0], dtype=torch.int32, device=device)
+    args = (case.k_cache, case.v_cache, case.block_table, token_row, position)
+    out = decode.paged_decode(query, *args, scaling=1.0)
+    torch.testing.assert_close(out, reference.paged_decode(query, *args, scaling=1.0), atol=1e-5, rtol=0)
+    assert torch.allclose(out[1:3], torch.tensor(0.5, device=device))
+
+
+def test_split_choice_is_bounded_and_spreads_few_rows() -> None:
+    for rows in (1, 2, 8, 32, 256, 1024):
+        for kv_heads in (1, 2, 8):
+            splits = num_splits(rows, kv_heads, 132)
+            assert 4 <= splits <= 64
+            assert splits == 64 or rows * kv_heads * splits >= 4 * 132
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("window", "softcap", "dtype", "head_dim", "tiles"),
+    [
+        (0, 0.0, torch.float32, 16, Tiles(16, 16, 4, 2)),
+        (1, 0.0, torch.float32, 16, Tiles(32, 16, 4, 2)),
+        (9, 5.0, torch.float32, 16, Tiles(16, 32, 4, 2)),
+        (100, 0.0, torch.bfloat16, 80, None),
+        (0, 5.0, torch.float16, 64, Tiles(16, 16, 4, 2)),
+    ],
+)
+def test_prefill(
+    device: str, window: int, softcap: float, dtype: torch.dtype, head_dim: int, tiles: Tiles | None
+) -> None:
+    dtype = _dot_dtype(dtype, device)
+    case = paged.make(LENGTHS, kv_heads=1, head_dim=head_dim, block_size=16, dtype=dtype, device=device)
+    rows, starts = [4, 1, 0, 3], [33, 0, 0, 16]  # a later chunk starts where the one before ended
+    counts = [case.lengths[row] - start for row, start in zip(rows, starts, strict=True)]
+    position = torch.cat([torch.arange(start, case.lengths[row]) for row, start in zip(rows, starts, strict=True)])
+    seq_row = torch.tensor(rows, dtype=torch.int32, device=device)
+    query_start = torch.tensor([0, *counts], device=device).cumsum(0).int()
+    query = paged.queries(len(position), 3, head_dim, case.kv, transposed=True)
+    args = (case.block_table, seq_row, query_start, position.int().to(device))
+    options = {"scaling": 0.3, "window": window, "softcap": softcap, "max_query_len": max(counts)}
+    out = prefill.paged_prefill(query, case.k_cache, case.v_cache, *args, **options, tiles=tiles)
+    exact = case.double()
+    expected = reference.paged_prefill(query.double(), exact.k_cache, exact.v_cache, *args, **options)
+    assert out.dtype == query.dtype
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@on_devices
+@pytest.mark.parametrize(("kv_heads", "head_dim", "dtype"), [(3, 80, torch.bfloat16), (1, 16, torch.float32)])
+def test_write_kv(device: str, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    case = paged.make([9, 33], kv_heads=kv_heads, head_dim=head_dim, block_size=16, dtype=dtype, device=device)
+    token_row = torch.tensor([1] * 33 + [0] * 9, dtype=torch.int32, device=device)
+    position = torch.cat([torch.arange(33), torch.arange(9)]).int().to(device)
+    key, value = torch.cat([case.dense[1], case.dense[0]], dim=1)
+    key = key.transpose(0, 1).contiguous().transpose(0, 1)
+    empty = torch.full_like(case.kv, float("nan"))
+    kv_write.write_kv(key, value, empty[:, 1, 0], empty[:, 1, 1], case.block_table, token_row, position)
+    case.kv[0] = float("nan")
+    assert torch.equal(empty.nan_to_num(9.0), case.kv.nan_to_num(9.0))
+
+
+def _sampling_inputs(rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(rows)
+    logits = (torch.randn(rows, vocab, generator=generator) * 4).to(dtype)
+    key0, key1 = torch.randint(-(2**31), 2**31, (2, rows), generator=generator).int()
+    position = torch.randint(0, 20_000, (rows,), generator=generator).int()
+    heat = torch.rand(rows, generator=generator) + 0.5
+    heat[:: max(1, rows // 3)] = 0.0
+    return tuple(tensor.to(device) for tensor in (logits, key0, key1, position, heat))
+
+
+def _check_sample(inputs: tuple[Tensor, ...]) -> None:
+    token, logprob = sampling.sample(*inputs)
+    expected_token, expected_logprob = reference.sample(inputs[0].double(), *inputs[1:])
+    assert token.dtype == torch.int32
+    # Noise is the same but for the rounding of logarithms, so another token means that two were within 1e-4.
+    logits, _, _, _, heat = inputs
+    differs = (token != expected_token).nonzero()[:, 0]
+    noise = reference.gumbel_noise(
+        *inputs[1:4], torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device), dtype=torch.float64
+    )
+    noisy = reference.scale_logits(logits.double(), heat) + noise * (heat > 0)[:, None]
+    for row in differs.tolist():
+        assert abs(float(noisy[row, int(token[row])] - noisy[row, int(expected_token[row])])) < 1e-4
+    same = token == expected_token
+    torch.testing.assert_close(logprob[same], expected_logprob[same], atol=2e-5, rtol=0, equal_nan=True)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "vocab"), [(6, 5003), (1, 49152)])
+def test_sample(device: str, rows: int, vocab: int, dtype: torch.dtype) -> None:
+    _check_sample(_sampling_inputs(rows, vocab, dtype, device))
+
+
+@on_devices
+def test_sample_rows_without_a_distribution(device: str) -> None:
+    inputs = _sampling_inputs(7, 3000, torch.float32, device)
+    logits = inputs[0]
+    logits[1, 2500] = float("nan")
+    logits[2] = float("nan")
+    logits[3] = float("-inf")
+    logits[4, 7] = float("inf")
+    logits[5] = float("-inf")
+    logits[5, 2999] = 3.0
+    token, logprob = sampling.sample(*inputs)
+    assert logprob.isnan().tolist() == [False, True, True, True, True, False, False]
+    assert token[1:6].tolist() == [0, 0, 0, 0, 2999]
+    assert abs(float(logprob[5])) < 1e-6
+    _check_sample(inputs)
+
+
+def test_the_cpu_engine_does_not_run_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a CPU tensor went to Triton")
+
+    for module, name in ((decode, "paged_decode"), (sampling, "sample"), (kv_write, "write_kv")):
+        monkeypatch.setattr(module, name, fail)
+    kernels.sample(*_sampling_inputs(2, 10, torch.float32, "cpu"))
+
+
+# --- sizes for a GPU alone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [0, 1000])
+@pytest.mark.parametrize("lengths", [[20_000], [16_384, *range(1, 256)], [511, 512, 513, 2047, 2048, 2049, 4096]])
+def test_decode_long(lengths: list[int], window: int, dtype: torch.dtype) -> None:
+    case = paged.make(lengths, kv_heads=2, head_dim=128, block_size=64, dtype=dtype, device="cuda")
+    _check_decode(case, 8, window=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_decode_many_rows(head_dim: int, dtype: torch.dtype) -> None:
+    lengths = torch.randint(1, 400, (1024,), generator=torch.Generator().manual_seed(0)).tolist()
+    case = paged.make(lengths, kv_heads=1, head_dim=head_dim, block_size=32, dtype=dtype, device="cuda")
+    _check_decode(case, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_prefill_long(head_dim: int, dtype: torch.dtype) -> None:
+    case = paged.make([3000, 129, 128, 1], kv_heads=2, head_dim=head_dim, block_size=64, dtype=dtype, device="cuda")
+    query_start = torch.tensor([0, 3000, 3129, 3257, 3258], dtype=torch.int32, device="cuda")
+    position = torch.cat([torch.arange(length) for length in case.lengths]).int().cuda()
+    query = paged.queries(3258, 6, head_dim, case.kv)
+    args = (case.block_table, case.rows, query_start, position)
+    out = prefill.paged_prefill(query, case.k_cache, case.v_cache, *args, scaling=0.1, max_query_len=3000)
+    exact = case.double()
+    expected = reference.paged_prefill(
+        query.double(), exact.k_cache, exact.v_cache, *args, scaling=0.1, max_query_len=3000
+    )
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    blocks, block_size = 2200, 64
+    kv = torch.empty(blocks, 64, 2, 2, block_size, 64, dtype=torch.bfloat16, device="cuda")  # 2.3e9 elements
+    assert kv.numel() > 2**31
+    k_cache, v_cache = kv[:, 63, 0], kv[:, 63, 1]
+    block_table = torch.tensor([[blocks - 1, blocks - 2]], dtype=torch.int32, device="cuda")
+    row = torch.zeros(100, dtype=torch.int32, device="cuda")
+    position = torch.arange(100, dtype=torch.int32, device="cuda")
+    key, value = torch.randn(2, 100, 2, 64, dtype=torch.bfloat16, device="cuda")
+    kernels.write_kv(key, value, k_cache, v_cache, block_table, row, position)
+    query = torch.randn(100, 4, 64, dtype=torch.bfloat16, device="cuda")
+    query_start = torch.tensor([0, 100], dtype=torch.int32, device="cuda")
+    whole = kernels.paged_prefill(
+        query, k_cache, v_cache, block_table, row[:1], query_start, position, scaling=0.1, max_query_len=100
+    )
+    last = kernels.paged_decode(query[-1:], k_cache, v_cache, block_table, row[:1], position[-1:], scaling=0.1)
+    expected = paged.attend(query[-1], torch.stack([key, value]), scaling=0.1, window=0, softcap=0.0)
+    for out in (whole[-1], last[0]):
+        torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "vocab"), [(256, 151_936), (1, 262_144), (32, 128_256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sample_large(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    _check_sample(_sampling_inputs(rows, vocab, dtype, "cuda"))
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_at_other_lengths_and_logits() -> None:
+    case = paged.make([900, 40], kv_heads=2, head_dim=64, block_size=64, dtype=torch.bfloat16, device="cuda")
+    query = paged.queries(2, 4, 64, case.kv)
+    position = torch.zeros(2, dtype=torch.int32, device="cuda")
+    inputs = _sampling_inputs(2, 5000, torch.bfloat16, "cuda")
+    off = torch.zeros(2, dtype=torch.int32, device="cuda"), torch.ones(2).cuda(), torch.zeros(2).cuda()
+    args = (query, case.k_cache, case.v_cache, case.block_table, case.rows, position)
+
+    def step() -> tuple[Tensor, ...]:
+        attended = kernels.paged_decode(*args, scaling=0.2)
+        return attended, *kernels.sample(*inputs), *kernels.sample_filtered(*inputs, *off)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = step()
+    position.copy_(case.last)
+    inputs[0].copy_(inputs[0].flip(1))
+    graph.replay()
+    torch.cuda.synchronize()
+    for replayed, eager in zip(outputs, step(), strict=True):
+        assert torch.equal(replayed, eager)
