@@ -8,6 +8,7 @@ it needs to know about the step travels as the keyword argument `paged`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -30,6 +31,44 @@ class PagedStep:
     seq_row: Tensor | None = None  # int32 [seqs] in a prefill
     max_query_len: int = 1
     layers_seen: set[int] = field(default_factory=set)  # which layers called, to check a model once
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, [blocks, kv heads, block size, head dim] each."""
+        return self.kv[:, index, 0], self.kv[:, index, 1]
+
+
+def attend(
+    query: Tensor, step: PagedStep, layer: int, *, scaling: float, window: int = 0, softcap: float = 0.0
+) -> Tensor:
+    """Attention of the step's tokens over their rows, whose keys and values are in the cache.
+
+    Args:
+        query: [tokens, heads, head dim].
+        step: where the tokens stand.
+        layer: the layer's index.
+        scaling: of the scores.
+        window: how many positions back a token sees, itself included; 0: all.
+        softcap: bound on the scores by tanh; 0: none.
+
+    Returns:
+        [tokens, heads, head dim].
+    """
+    k_cache, v_cache = step.layer(layer)
+    how: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap}
+    if step.query_start is None:
+        return kernels.paged_decode(query, k_cache, v_cache, step.block_table, step.token_row, step.position, **how)
+    assert step.seq_row is not None
+    return kernels.paged_prefill(
+        query,
+        k_cache,
+        v_cache,
+        step.block_table,
+        step.seq_row,
+        step.query_start,
+        step.position,
+        max_query_len=step.max_query_len,
+        **how,
+    )
 
 
 def paged_attention(
@@ -76,7 +115,7 @@ def paged_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     paged.layers_seen.add(layer)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [tokens, heads, head dim]
-    k_cache, v_cache = paged.kv[:, layer, 0], paged.kv[:, layer, 1]  # [blocks, kv heads, block size, head dim]
+    k_cache, v_cache = paged.layer(layer)
     expected = (k_cache.shape[1], k_cache.shape[3])
     if k.shape[1:] != expected or v.shape[1:] != expected or q.shape[2] != expected[1]:
         raise ValueError(
@@ -85,34 +124,7 @@ def paged_attention(
         )
     kernels.write_kv(k, v, k_cache, v_cache, paged.block_table, paged.token_row, paged.position)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    window, cap = sliding_window or 0, softcap or 0.0
-    if paged.query_start is None:
-        out = kernels.paged_decode(
-            q,
-            k_cache,
-            v_cache,
-            paged.block_table,
-            paged.token_row,
-            paged.position,
-            scaling=scale,
-            window=window,
-            softcap=cap,
-        )
-    else:
-        assert paged.seq_row is not None
-        out = kernels.paged_prefill(
-            q,
-            k_cache,
-            v_cache,
-            paged.block_table,
-            paged.seq_row,
-            paged.query_start,
-            paged.position,
-            scaling=scale,
-            window=window,
-            softcap=cap,
-            max_query_len=paged.max_query_len,
-        )
+    out = attend(q, paged, layer, scaling=scale, window=sliding_window or 0, softcap=softcap or 0.0)
     return out.unsqueeze(0), None
 
 

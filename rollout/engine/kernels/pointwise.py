@@ -1,0 +1,242 @@
+"""Triton: what stands between the fused decoder's matrix products, each step's bytes read and written once.
+
+`add_norm` (residual, RMSNorm), `rope_write` (biases, q/k-norm, rotary position, KV write), `silu_mul`. They read
+[tokens, features] with any token stride, for q, k and v (gate, up) are columns of one product; compute in float32; and
+round where the Hugging Face module rounds.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _add_norm_kernel(
+    residual,  # [tokens, HIDDEN]
+    added,  # [tokens, HIDDEN]
+    weight,
+    out,
+    token_stride,
+    eps,
+    HIDDEN: tl.constexpr,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    feature = tl.arange(0, BLOCK)
+    mask = feature < HIDDEN
+    x = tl.load(residual + token * HIDDEN + feature, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + feature, mask=mask, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(added + token * token_stride + feature, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(residual.dtype.element_ty)
+        tl.store(residual + token * HIDDEN + feature, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps)
+    normed = (x * scale).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + token * HIDDEN + feature, (w * normed).to(out.dtype.element_ty), mask=mask)
+
+
+def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Adds to the residual in place and normalises it. See `reference_layers.add_norm`; None adds nothing."""
+    tokens, hidden = residual.shape
+    out = torch.empty_like(residual)
+    block = triton.next_power_of_2(hidden)
+    assert residual.is_contiguous() and (x is None or x.stride(1) == 1)
+    _add_norm_kernel[(tokens,)](
+        residual,
+        residual if x is None else x,
+        weight,
+        out,
+        0 if x is None else x.stride(0),
+        eps,
+        HIDDEN=hidden,
+        ADDS=x is not None,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 256)),
+    )
+    return out
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate,  # [tokens, FEATURES]
+    up,
+    out,
+    token_stride,
+    FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(1).to(tl.int64)
+    feature = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = feature < FEATURES
+    at = token * token_stride + feature
+    g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    activated = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
+    tl.store(out + token * FEATURES + feature, (activated * u).to(dtype), mask=mask)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both [tokens, features]. See `reference_layers.silu_mul`."""
+    tokens, features = gate.shape
+    assert gate.stride() == up.stride() and gate.stride(1) == 1
+    out = torch.empty((tokens, features), dtype=gate.dtype, device=gate.device)
+    block = min(1024, triton.next_power_of_2(features))
+    _silu_mul_kernel[(triton.cdiv(features, block), tokens)](
+        gate, up, out, gate.stride(0), FEATURES=features, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _rope_write_kernel(
+    q,  # [tokens, HEADS * HEAD_DIM]
+    k,  # [tokens, KV_HEADS * HEAD_DIM]
+    v,
+    q_bias,
+    k_bias,
+    v_bias,
+    q_norm,
+    k_norm,
+    eps,
+    cos_sin,  # [positions, 2, HEAD_DIM / 2]
+    k_cache,
+    v_cache,
+    block_table,
+    token_row,
+    position,
+    out,  # [tokens, HEADS, HEAD_DIM]
+    q_stride,
+    k_stride,
+    v_stride,
+    cache_block_stride,
+    cache_head_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)  # queries, then keys, then values
+    dtype = out.dtype.element_ty
+    lane = tl.arange(0, HALF)
+    mask = lane < HEAD_DIM // 2
+    at = tl.load(position + token)
+    if head < HEADS:
+        source, bias, norm, nth = q, q_bias, q_norm, head
+        token_stride = q_stride
+    elif head < HEADS + KV_HEADS:
+        source, bias, norm, nth = k, k_bias, k_norm, head - HEADS
+        token_stride = k_stride
+    else:
+        source, bias, norm, nth = v, v_bias, k_norm, head - HEADS - KV_HEADS
+        token_stride = v_stride
+    low = nth * HEAD_DIM + lane
+    high = low + HEAD_DIM // 2
+    a = tl.load(source + token * token_stride + low, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + token * token_stride + high, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        a += tl.load(bias + low, mask=mask, other=0.0).to(tl.float32)
+        b += tl.load(bias + high, mask=mask, other=0.0).to(tl.float32)
+        a = a.to(dtype).to(tl.float32)
+        b = b.to(dtype).to(tl.float32)
+    is_value = head >= HEADS + KV_HEADS
+    if NORM:
+        if head < HEADS + KV_HEADS:
+            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / HEAD_DIM + eps)
+            w_low = tl.load(norm + lane, mask=mask, other=0.0).to(tl.float32)
+            w_high = tl.load(norm + HEAD_DIM // 2 + lane, mask=mask, other=0.0).to(tl.float32)
+            a = (w_low * (a * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+            b = (w_high * (b * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    if ROPE:
+        if head < HEADS + KV_HEADS:
+            table = cos_sin + at.to(tl.int64) * HEAD_DIM + lane
+            cos = tl.load(table, mask=mask, other=0.0).to(tl.float32)
+            sin = tl.load(table + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
+            turned = a * cos - b * sin
+            b = b * cos + a * sin
+            a = turned
+    if head < HEADS:
+        place = out + (token * HEADS + head) * HEAD_DIM + lane
+        tl.store(place, a.to(dtype), mask=mask)
+        tl.store(place + HEAD_DIM // 2, b.to(dtype), mask=mask)
+    else:
+        row = tl.load(token_row + token).to(tl.int64)
+        block = tl.load(block_table + row * table_stride + at // BLOCK_SIZE).to(tl.int64)
+        cell = block * cache_block_stride + nth * cache_head_stride + (at % BLOCK_SIZE) * HEAD_DIM + lane
+        if is_value:
+            tl.store(v_cache + cell, a.to(dtype), mask=mask)
+            tl.store(v_cache + cell + HEAD_DIM // 2, b.to(dtype), mask=mask)
+        else:
+            tl.store(k_cache + cell, a.to(dtype), mask=mask)
+            tl.store(k_cache + cell + HEAD_DIM // 2, b.to(dtype), mask=mask)
+
+
+def rope_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: tuple[Tensor, Tensor, Tensor] | None,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos_sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    token_row: Tensor,
+    position: Tensor,
+) -> Tensor:
+    """Queries ready for attention; keys and values in the cache. See `reference_layers.rope_write`."""
+    tokens, width = q.shape
+    _, kv_heads, block_size, head_dim = k_cache.shape
+    heads = width // head_dim
+    assert q.stride(1) == k.stride(1) == v.stride(1) == 1
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride(2) == head_dim and k_cache.stride(3) == 1
+    assert cos_sin is None or cos_sin.is_contiguous()
+    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    q_bias, k_bias, v_bias = biases or (out, out, out)
+    q_norm, k_norm = norms or (out, out)
+    _rope_write_kernel[(tokens, heads + 2 * kv_heads)](
+        q,
+        k,
+        v,
+        q_bias,
+        k_bias,
+        v_bias,
+        q_norm,
+        k_norm,
+        eps,
+        out if cos_sin is None else cos_sin,
+        k_cache,
+        v_cache,
+        block_table,
+        token_row,
+        position,
+        out,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        block_table.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BIAS=biases is not None,
+        NORM=norms is not None,
+        ROPE=cos_sin is not None,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        num_warps=1,
+    )
+    return out

@@ -1,0 +1,167 @@
+"""`FusedDecoder`: the forward pass of dense Llama-like models in few kernels, on the Hugging Face module's own weights.
+
+A layer is nine kernels: one product for q, k and v; biases, q/k-norm, rotary position and KV write; attention; the
+output product; residual and norm; one product for gate and up; SiLU and multiply; the down product; residual and norm.
+It reads the module's parameters where they are, so whatever shares or exchanges them goes on working. What isn't a
+dense Llama, Mistral, Qwen2, Qwen3 or SmolLM3 keeps the module's own forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rollout.engine.attention import PagedStep, attend
+from rollout.engine.kernels import layer_ops
+from rollout.engine.models.join import joined
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+
+
+class Product:
+    """x @ weight.T for weights that read the same input: one product where they lie behind one another."""
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.sizes = [w.shape[0] for w in weights]
+        self.weights = weights
+        self.joined = joined(weights)
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """[tokens, inputs] to [tokens, outputs] for each weight; columns of one tensor where they are joined."""
+        if self.joined is None:
+            return [F.linear(x, weight) for weight in self.weights]
+        return list(F.linear(x, self.joined).split(self.sizes, dim=1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's weights, where the module holds them."""
+
+    qkv: Product
+    biases: tuple[Tensor, Tensor, Tensor] | None
+    head_norms: tuple[Tensor, Tensor] | None
+    output: Tensor
+    gate_up: Product
+    down: Tensor
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    window: int
+    rope: bool
+    scaling: float
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why `module` can't be run by `FusedDecoder`, or None if it can."""
+    config: Any = module.config
+    if config.model_type not in MODEL_TYPES:
+        return f"its type is {config.model_type}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}"
+    for layer in module.model.layers:  # type: ignore[union-attr]
+        attention, mlp = layer.self_attn, layer.mlp
+        plain = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        products = (*plain, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        if any(type(p) is not nn.Linear for p in products):
+            return "a projection is no plain nn.Linear"
+        if any(p.bias is not None for p in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+            return "its output or MLP projections have biases"
+        if len({p.bias is None for p in plain[:3]}) > 1:
+            return "some of q, k and v have biases and some don't"
+    dtypes = {p.dtype for p in module.parameters()}
+    return f"its parameters are of {len(dtypes)} dtypes" if len(dtypes) > 1 else None
+
+
+class FusedDecoder:
+    """Runs a dense decoder's forward pass over its module's parameters.
+
+    Args:
+        module: a Hugging Face causal language model for which `obstacle` gives None.
+        max_positions: positions that rotary cosines and sines are kept for.
+    """
+
+    def __init__(self, module: nn.Module, max_positions: int) -> None:
+        model: Any = module.model
+        self.module = module
+        self.eps = float(module.config.rms_norm_eps)  # type: ignore[union-attr, arg-type]
+        self.embedding: Tensor = model.embed_tokens.weight
+        self.final_norm: Tensor = model.norm.weight
+        self.head: Tensor = module.get_output_embeddings().weight  # type: ignore[operator]
+        self.layers = [_read_layer(layer) for layer in model.layers]
+        self.cos_sin = _rotary_table(model.rotary_emb, max_positions, self.embedding)
+
+    def __call__(self, token_ids: Tensor, step: PagedStep, last: Tensor | None) -> Tensor:
+        """Logits of every token, or of those at `last`: [rows, vocabulary].
+
+        Args:
+            token_ids: int32 [tokens].
+            step: where the tokens stand in the cache.
+            last: int64 [rows], or None.
+        """
+        x = F.embedding(token_ids, self.embedding)  # [tokens, hidden], the residual stream
+        h = layer_ops.add_norm(x, None, self.layers[0].attention_norm, self.eps)
+        following = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
+            k_cache, v_cache = step.layer(index)
+            q, k, v = layer.qkv(h)
+            q = layer_ops.rope_write(
+                q,
+                k,
+                v,
+                layer.biases,
+                layer.head_norms,
+                self.eps,
+                self.cos_sin if layer.rope else None,
+                k_cache,
+                v_cache,
+                step.block_table,
+                step.token_row,
+                step.position,
+            )
+            attended = attend(q, step, index, scaling=layer.scaling, window=layer.window)
+            h = layer_ops.add_norm(x, F.linear(attended.flatten(1), layer.output), layer.mlp_norm, self.eps)
+            h = F.linear(layer_ops.silu_mul(*layer.gate_up(h)), layer.down)
+            h = layer_ops.add_norm(x, h, next_norm, self.eps)
+        return F.linear(h if last is None else h.index_select(0, last), self.head)
+
+
+def _read_layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    normed = getattr(attention, "q_norm", None) is not None
+    biased = attention.q_proj.bias is not None
+    return _Layer(
+        qkv=Product([p.weight for p in projections]),
+        biases=tuple(p.bias for p in projections) if biased else None,
+        head_norms=(attention.q_norm.weight, attention.k_norm.weight) if normed else None,
+        output=attention.o_proj.weight,
+        gate_up=Product([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        down=mlp.down_proj.weight,
+        attention_norm=layer.input_layernorm.weight,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        window=_window(attention),
+        rope=bool(getattr(attention, "use_rope", True)),
+        scaling=float(attention.scaling),
+    )
+
+
+def _window(attention: Any) -> int:
+    """The sliding window that this layer's own forward would ask for, 0 for none."""
+    if attention.config.model_type == "mistral":  # which hands its config's window on from the forward
+        return int(attention.config.sliding_window or 0)
+    return int(getattr(attention, "sliding_window", None) or 0)
+
+
+@torch.no_grad()
+def _rotary_table(rotary: Any, positions: int, like: Tensor) -> Tensor:
+    """Cosines and sines of every position, as the module computes and rounds them: [positions, 2, head dim / 2]."""
+    parts = []
+    for start in range(0, positions, 4096):
+        at = torch.arange(start, min(start + 4096, positions), device=like.device)[None]
+        cos, sin = rotary(like[:1], at)  # [1, positions, head dim], each half twice
+        half = cos.shape[-1] // 2
+        parts.append(torch.stack([cos[0, :, :half], sin[0, :, :half]], dim=1))
+    return torch.cat(parts).to(like.dtype).contiguous()

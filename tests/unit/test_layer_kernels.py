@@ -1,0 +1,121 @@
+"""The fused decoder's Triton kernels against their reference on float64 inputs, in the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.engine import reference_layers
+
+pytest.importorskip("triton")
+from rollout.engine.kernels import pointwise
+
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+on_devices = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(not interpreted, reason="the interpreter is off")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+DTYPES = [torch.float32, torch.float16]
+
+
+def relative(out: Tensor, expected: Tensor) -> float:
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+def random(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("adds", [False, True])
+def test_add_norm(device: str, dtype: torch.dtype, adds: bool) -> None:
+    residual = random(4, 80, device=device, dtype=dtype)
+    weight = random(80, device=device, dtype=dtype, seed=1)
+    wide = random(4, 112, device=device, dtype=dtype, seed=2)
+    x = wide[:, 16:96] if adds else None  # strided, as a part of a joined product is
+    expected_residual = residual.double()
+    if x is None:
+        expected = reference_layers.rms_norm(expected_residual, weight.double(), 1e-5)
+    else:
+        expected = reference_layers.add_norm(expected_residual, x.double(), weight.double(), 1e-5)
+    out = pointwise.add_norm(residual, x, weight, 1e-5)
+    assert relative(residual, expected_residual) < TOLERANCE[dtype]
+    assert relative(out, expected) < TOLERANCE[dtype]
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(device: str, dtype: torch.dtype) -> None:
+    gate, up = (random(3, 200, device=device, dtype=dtype) * 3).split([100, 100], dim=1)
+    out = pointwise.silu_mul(gate, up)
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    assert relative(out, reference_layers.silu_mul(gate.double(), up.double())) < TOLERANCE[dtype]
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "bias", "norm", "rope"),
+    [
+        (4, 2, 16, False, False, True),
+        (3, 1, 32, True, False, True),
+        (4, 2, 16, False, True, True),
+        (2, 2, 48, False, False, False),
+        (2, 1, 16, True, True, True),
+    ],
+)
+def test_rope_write(
+    device: str,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    bias: bool,
+    norm: bool,
+    rope: bool,
+) -> None:
+    tokens, block_size, blocks = 5, 8, 12
+    sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    q, k, v = random(tokens, sum(sizes), device=device, dtype=dtype).split(sizes, dim=1)
+    biases = tuple(random(n, device=device, dtype=dtype, seed=n + i) for i, n in enumerate(sizes)) if bias else None
+    norms = tuple(random(head_dim, device=device, dtype=dtype, seed=7 + i) for i in range(2)) if norm else None
+    angles = torch.outer(torch.arange(40.0), torch.rand(head_dim // 2, generator=torch.Generator().manual_seed(3)))
+    cos_sin = torch.stack([angles.cos(), angles.sin()], dim=1).to(device, dtype) if rope else None
+    table = torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(4))[:10].view(2, 5) + 1
+    table = table.to(device, torch.int32)
+    token_row = torch.tensor([0, 1, 0, 1, 0], dtype=torch.int32, device=device)
+    position = torch.tensor([0, 7, 8, 39, 17], dtype=torch.int32, device=device)
+
+    def cache(dtype: torch.dtype) -> Tensor:
+        return torch.full((blocks, 3, 2, kv_heads, block_size, head_dim), 9.0, dtype=dtype, device=device)
+
+    kv, exact = cache(dtype), cache(torch.float64)
+    where = (table, token_row, position)
+    out = pointwise.rope_write(q, k, v, biases, norms, 1e-6, cos_sin, kv[:, 1, 0], kv[:, 1, 1], *where)
+    expected = reference_layers.rope_write(
+        q.double(),
+        k.double(),
+        v.double(),
+        tuple(b.double() for b in biases) if biases else None,  # type: ignore[arg-type]
+        tuple(n.double() for n in norms) if norms else None,  # type: ignore[arg-type]
+        1e-6,
+        cos_sin.double() if cos_sin is not None else None,
+        exact[:, 1, 0],
+        exact[:, 1, 1],
+        *where,
+    )
+    assert relative(out, expected) < TOLERANCE[dtype]
+    assert relative(kv, exact) < TOLERANCE[dtype]
+    assert bool((kv == 9.0).eq(exact == 9.0).all()), "nothing beside the tokens' cells is written"
