@@ -24,13 +24,18 @@ class EngineConfig:
     max_prefill_tokens: int = 8192
     """Prompt tokens computed in one step. Longer prompts go in chunks."""
     kv_cache_fraction: float = 0.5
-    """Share of the GPU memory that is free when the engine is made, weights excluded, to hold KV."""
+    """Share of the GPU memory that is free when the engine is made, and when it wakes, to hold KV."""
     kv_cache_bytes: int | None = None
     """Bytes of KV cache; overrides the share. On a CPU, None means 1 GiB, or less where that holds every row."""
+    kv_cache_min_bytes: int | None = None
+    """Bytes of KV cache that `wake` has to get, or it raises. None: one sequence of `max_model_len`, or what there was
+    at the start if that was less. What the longest waiting request needs is always asked for."""
     overlap: bool = True
     """Two slots, so that the host prepares a step while the device runs the one before. False: one slot, in turns."""
     use_graphs: bool | None = None
     """Replay decode steps as CUDA graphs. None: where there is CUDA."""
+    fused_decoder: bool = True
+    """Run dense Llama-like models by fused kernels. False: by the Hugging Face module's own forward, as all others."""
     dtype: torch.dtype | None = None
     """What the engine computes in. None: the learner's, but bfloat16 for a float32 learner on CUDA."""
     eos_token_ids: tuple[int, ...] | None = None
@@ -52,6 +57,10 @@ class EngineConfig:
             (
                 self.kv_cache_bytes is None or self.kv_cache_bytes > 0,
                 f"kv_cache_bytes must be positive, not {self.kv_cache_bytes}",
+            ),
+            (
+                self.kv_cache_min_bytes is None or 0 < self.kv_cache_min_bytes <= (self.kv_cache_bytes or 1 << 63),
+                f"kv_cache_min_bytes must be positive and at most kv_cache_bytes, not {self.kv_cache_min_bytes}",
             ),
             (
                 self.max_model_len is None or self.max_model_len >= 2,

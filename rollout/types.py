@@ -1,4 +1,4 @@
-"""What is asked and what comes out: `SamplingParams`, `Request`, `Completion`.
+"""What is asked and what comes out: `SamplingParams`, `Request`, `Completion`, `MemoryReport`.
 
 Everything here is immutable and knows nothing of devices. A sequence's progress lives in `rollout.engine`.
 """
@@ -125,3 +125,40 @@ class NonFiniteLogitsError(RuntimeError):
         super().__init__(message)
         self.request = request
         self.completions = completions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """Where an engine's memory is at one moment, in bytes of its device."""
+
+    kv_bytes: int
+    """Mapped for keys and values; 0 asleep."""
+    kv_blocks: int
+    """Blocks of the KV cache, the scratch block included; 0 asleep."""
+    weights_own_bytes: int
+    """Held by weights of the engine's own: copies of another dtype, merged adapters. Asleep, those that stay."""
+    weights_shared_bytes: int
+    """Weights that engine and learner share: the learner's memory, which the engine adds nothing to."""
+    graphs_bytes: int
+    """What the captures have taken: the graphs, their pool, and what kernels loaded for them."""
+    slots_bytes: int
+    """Input and output buffers, block table and rows' state."""
+    free_bytes: int
+    """What the device has left, for everybody. On a CPU, what the system calls available."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What the engine costs its device beyond shared weights."""
+        return self.kv_bytes + self.weights_own_bytes + self.graphs_bytes + self.slots_bytes
+
+    def __str__(self) -> str:
+        parts = {
+            f"KV ({self.kv_blocks} blocks)": self.kv_bytes,
+            "own weights": self.weights_own_bytes,
+            "graphs": self.graphs_bytes,
+            "slots": self.slots_bytes,
+            "held": self.held_bytes,
+            "shared weights": self.weights_shared_bytes,
+            "free": self.free_bytes,
+        }
+        return ", ".join(f"{name} {size / (1 << 30):.3f}" for name, size in parts.items()) + " GiB"

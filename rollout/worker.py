@@ -1,4 +1,4 @@
-"""`RolloutWorker`: one engine for a training run, behind five verbs: generate, stream, exchange, sleep, close.
+"""`RolloutWorker`: one engine for a training run, behind its verbs: generate, stream, exchange, sleep, wake, close.
 
 It turns prompts into requests and ended requests into completions, keys the random numbers, counts policy versions and
 sums up phases. It refuses to know who trains: trainers' glue is in `rollout.integrations`.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import os
 import struct
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
 
@@ -23,15 +25,20 @@ from tqdm.auto import tqdm
 
 from rollout.config import EngineConfig
 from rollout.engine.engine import Engine, Recorder
+from rollout.engine.memory import OwnWeights
+from rollout.engine.models.fused import obstacle
 from rollout.engine.models.hf import build_module
+from rollout.engine.models.join import join_projections
 from rollout.engine.models.learner import unwrap
 from rollout.engine.scheduler import Ended
 from rollout.observe.metrics import PhaseMetrics, RunTotals
-from rollout.types import Completion, NonFiniteLogitsError, Request, SamplingParams
+from rollout.observe.switches import SwitchTimes
+from rollout.types import Completion, MemoryReport, NonFiniteLogitsError, Request, SamplingParams
 from rollout.weights.exchange import ExchangeReport, WeightExchange
 
 Prompts = Sequence[Sequence[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None
+KV = Literal["recompute", "keep"]
 
 
 class RolloutWorker:
@@ -53,9 +60,18 @@ class RolloutWorker:
         self.config = config or EngineConfig()
         learner = unwrap(model)
         parameter = next(learner.parameters())
-        module = build_module(model, device=parameter.device, dtype=self.config.dtype or _engine_dtype(parameter))
+        own_weights = OwnWeights(parameter.device)
+        module = build_module(
+            model,
+            device=parameter.device,
+            dtype=self.config.dtype or _engine_dtype(parameter),
+            allocate=own_weights.allocate,
+        )
+        if self.config.fused_decoder and obstacle(module) is None:
+            join_projections(module)
         self._exchange = WeightExchange(module)
         self._version = 0
+        self._paused: KV | None = None
         self._calls = 0
         self._outstanding: Counter[int] = Counter()  # requests of each call that haven't ended
         self._mail: defaultdict[int, deque[Ended]] = defaultdict(deque)
@@ -64,12 +80,15 @@ class RolloutWorker:
         """Of the last `generate` or `stream` that ended."""
         self.totals = RunTotals()
         """Sums over the run."""
+        self.switches = SwitchTimes()
+        """Seconds of sleeping and waking."""
         eos = self.config.eos_token_ids
         with tqdm(desc="capturing graphs", unit="graph", disable=None, leave=False) as bar:
             self._engine: Engine | None = Engine(
                 module,
                 self.config,
                 eos_token_ids=_eos_token_ids(learner) if eos is None else eos,
+                own_weights=own_weights,
                 recorder=timeline,
                 on_capture=lambda done, whole: _show(bar, done, whole),
             )
@@ -89,7 +108,8 @@ class RolloutWorker:
         Raises:
             ValueError: a prompt is empty or too long, or a parameter can't be met. Nothing has been started.
             NonFiniteLogitsError: the model gave NaN or infinite logits.
-            RuntimeError: the worker is closed, its engine has failed, or the last exchange broke off half-way.
+            RuntimeError: the worker is closed, asleep or paused, its engine has failed, or its weights aren't whole: an
+                exchange broke off half-way, or `sleep` gave them back and there was no exchange since.
         """
         groups: list[dict[int, Completion]] = [{} for _ in prompts]
         try:
@@ -111,18 +131,34 @@ class RolloutWorker:
             An iterator of (prompt's index, sample's index, completion), in the order they end.
 
         Raises:
-            As `generate`; the first kind at once, the others from the iterator.
+            As `generate`; the first kind at once, the others from the iterator. One that is asked while the worker is
+            asleep or paused raises, and goes on when it is asked again later.
         """
-        engine = self._open()
-        if not self._exchange.intact:
-            raise RuntimeError("the last weight exchange broke off half-way: exchange again before generating")
+        engine = self._ready()
         self._calls += 1
         requests = _requests(prompts, params, self._calls)
         engine.check(requests)
-        return self._stream(self._calls, requests)
+        return _Stream(self, self._calls, self._stream(self._calls, requests, engine.scheduler.blocks.capacity))
 
-    def _stream(self, call: int, requests: list[Request]) -> Iterator[tuple[int, int, Completion]]:
+    def _ready(self) -> Engine:
+        """The engine, where it can generate."""
         engine = self._open()
+        if self._paused is not None:
+            raise RuntimeError("the worker is paused: leave `with worker.paused()` before generating")
+        if engine.asleep:
+            raise RuntimeError("the worker is asleep: wake() it before generating")
+        if not self._exchange.intact:
+            raise RuntimeError("the last weight exchange broke off half-way: exchange again before generating")
+        if not engine.own_weights.present:
+            raise RuntimeError("sleep() gave the engine's own weights back: exchange() before generating")
+        return engine
+
+    def _stream(
+        self, call: int, requests: list[Request], checked_blocks: int
+    ) -> Generator[tuple[int, int, Completion], None, None]:
+        engine = self._open()
+        if engine.scheduler.blocks.capacity < checked_blocks:
+            engine.check(requests)  # the cache has shrunk since they were let pass
         phase = _Phase(engine)
         self._outstanding[call] = len(requests)
         try:
@@ -180,35 +216,138 @@ class RolloutWorker:
         """How many weight exchanges there have been."""
         return self._version
 
-    def exchange(self, learner: nn.Module, *, kv: Literal["recompute", "keep"] = "recompute") -> ExchangeReport:
+    @property
+    def needs_exchange(self) -> bool:
+        """Whether nothing can be generated before an exchange: own weights went with `sleep`, or one broke off."""
+        return not (self._exchange.intact and self._open().own_weights.present)
+
+    def exchange(self, learner: nn.Module, *, kv: KV | None = None) -> ExchangeReport:
         """Takes over `learner`'s weights, in place, as the next policy version.
 
         The step in flight is collected first, so no forward reads weights while they change. All cached prefixes are
-        forgotten. Running requests go on under the new version.
+        forgotten. Running requests go on under the new version. Asleep, weights of the engine's own get their memory
+        again and are filled; the KV cache gets none before `wake`, so old weights, new weights and KV never pile up.
 
         Args:
             learner: the model given at the start, or one with the same parameters.
-            kv: whether running requests compute their keys and values again, or keep those of the old weights.
+            kv: whether running requests compute their keys and values again, or keep those of the old weights. None:
+                as the surrounding `paused` says, else "recompute". What slept has none to keep.
 
         Returns:
             What was shared, what was copied, and the seconds it took.
 
         Raises:
             ValueError: a tensor is missing, extra or of another shape. The old version is whole and goes on.
-            RuntimeError: reading the learner's weights failed half-way. Nothing is generated until an exchange succeeds.
+            RuntimeError: reading the learner's weights failed half-way. Nothing is generated until an exchange has
+                succeeded.
+            torch.OutOfMemoryError: asleep, and there is no room for the engine's own weights. Nothing has changed.
         """
-        if kv not in ("recompute", "keep"):
-            raise ValueError(f"kv must be 'recompute' or 'keep', not {kv!r}")
+        kv = _checked(kv or self._paused or "recompute")
         engine = self._open()
         start_s = time.perf_counter()
         self._deliver(engine.drain())
-        report = self._exchange.exchange(learner)
-        self._version += 1
-        engine.publish_weights(self._version, keep_kv=kv == "keep")
+        with engine.own_weights.filling():
+            report = self._exchange.exchange(learner)
+        self._publish(engine, kv)
         seconds = time.perf_counter() - start_s
         self._weight_sync_s += seconds
         self.totals.add_exchange(seconds, self._version)
         return report
+
+    def _publish(self, engine: Engine, kv: KV) -> None:
+        self._version += 1
+        engine.publish_weights(self._version, keep_kv=kv == "keep")
+
+    @contextmanager
+    def paused(self, *, kv: KV = "recompute") -> Iterator[None]:
+        """Holds the engine while weights change, with requests in flight that go on after it.
+
+        The step in flight is collected, then the body runs: nothing of the engine's reads weights or KV meanwhile. In
+        the body, `exchange` as usual, or, where engine and learner share storage, step the optimiser in place. Leaving
+        without an exchange publishes a new policy version if any weight is shared, for it may have changed, also when
+        the body raises; where every weight is the engine's own, nothing can have changed, and all goes on as before.
+
+        Args:
+            kv: whether running requests compute their keys and values again under the new version ("recompute", exact:
+                tokens are those of a fresh engine given the same prefix), or keep the old ones ("keep", cheaper). In
+                both cases cached prefixes are forgotten. An exchange in the body follows it unless told otherwise.
+
+        Raises:
+            RuntimeError: it is paused already, or, on leaving, the learner has moved to other storage and there was no
+                exchange to follow it.
+        """
+        engine = self._open()
+        kv = _checked(kv)
+        if self._paused is not None:
+            raise RuntimeError("the worker is paused already")
+        self._deliver(engine.drain())
+        self._paused, version = kv, self._version
+        try:
+            yield
+            if version == self._version and self._engine is not None and (moved := self._exchange.broken_ties()):
+                raise RuntimeError(
+                    f"{len(moved)} of the learner's tensors that the engine shared have moved to other storage "
+                    f"({', '.join(moved[:5])}): call exchange() in the body of paused()"
+                )
+        finally:
+            self._paused = None
+            if version == self._version and self._engine is not None and not engine.failed:
+                if self._exchange.shares:
+                    self._publish(engine, kv)
+                else:
+                    engine.begin_phase()
+
+    # Memory
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine's memory is given back."""
+        return self._open().asleep
+
+    def sleep(self) -> MemoryReport:
+        """Gives the engine's memory back: the KV cache, and the weights that are its own. Asleep, it does nothing.
+
+        Graphs, slots and all addresses stay, and so do weights shared with the learner. The step in flight is collected
+        first; requests in flight keep their tokens and go on after `wake`, computing their keys and values again.
+
+        Returns:
+            Where memory is now.
+
+        Raises:
+            RuntimeError: the worker is closed or its engine has failed.
+        """
+        engine = self._open()
+        if not engine.asleep:
+            start_s = time.perf_counter()
+            self._deliver(engine.sleep())
+            self.switches.slept(time.perf_counter() - start_s)
+        return engine.memory_report()
+
+    def wake(self) -> MemoryReport:
+        """Takes the KV cache's memory again, at the same addresses, so that requests can run. Awake, it does nothing.
+
+        It takes what `kv_cache_fraction` or `kv_cache_bytes` ask for of the memory that is free now, down to
+        `kv_cache_min_bytes`; blocks may be more or fewer than before. If the engine has weights of its own, exchange
+        before: they are gone, and room for them is left free here.
+
+        Returns:
+            Where memory is now.
+
+        Raises:
+            torch.OutOfMemoryError: not even the least is free, with the numbers. The worker stays asleep, loses nothing
+                and can be woken when memory is free.
+            RuntimeError: the worker is closed or its engine has failed.
+        """
+        engine = self._open()
+        if engine.asleep:
+            start_s = time.perf_counter()
+            engine.wake()
+            self.switches.woke(time.perf_counter() - start_s)
+        return engine.memory_report()
+
+    def memory_report(self) -> MemoryReport:
+        """Where the engine's memory is, in bytes."""
+        return self._open().memory_report()
 
     # Life
 
@@ -242,6 +381,36 @@ class RolloutWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Stream:
+    """A call's completions. Asked for one while the worker can't work, it raises, and unlike a generator lives on."""
+
+    def __init__(
+        self, worker: RolloutWorker, call: int, completions: Generator[tuple[int, int, Completion], None, None]
+    ) -> None:
+        self._worker = worker
+        self._call = call
+        self._completions = completions
+
+    def __iter__(self) -> _Stream:
+        return self
+
+    def __next__(self) -> tuple[int, int, Completion]:
+        if self._needs_engine():
+            self._worker._ready()
+        return next(self._completions)
+
+    def _needs_engine(self) -> bool:
+        state = inspect.getgeneratorstate(self._completions)
+        if state in (inspect.GEN_CREATED, inspect.GEN_CLOSED):
+            return state == inspect.GEN_CREATED
+        worker = self._worker
+        return worker._outstanding[self._call] > 0 and not worker._mail.get(self._call)
+
+    def close(self) -> None:
+        """Ends the call's requests."""
+        self._completions.close()
 
 
 class _Phase:
@@ -305,6 +474,12 @@ def random_key(seed: int, prompt_ids: tuple[int, ...], occurrence: int) -> tuple
     """
     text = struct.pack("<Qq", seed & (2**64 - 1), occurrence) + np.asarray(prompt_ids, np.int64).tobytes()
     return struct.unpack("<ii", hashlib.blake2b(text, digest_size=8).digest())
+
+
+def _checked(kv: KV) -> KV:
+    if kv not in ("recompute", "keep"):
+        raise ValueError(f"kv must be 'recompute' or 'keep', not {kv!r}")
+    return kv
 
 
 def _engine_dtype(parameter: torch.Tensor) -> torch.dtype:

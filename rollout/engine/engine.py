@@ -20,19 +20,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from rollout.config import EngineConfig
-from rollout.engine import memory
 from rollout.engine.batch import Batch
 from rollout.engine.counters import EngineCounters
 from rollout.engine.graphs import GraphKey, GraphPool, row_buckets
+from rollout.engine.memory import KVMemory, OwnWeights, device_free_bytes, used_bytes, weight_bytes
 from rollout.engine.models.hf import capture_obstacle, model_shape
 from rollout.engine.runner import ModelRunner
 from rollout.engine.scheduler import Ended, Scheduler
 from rollout.engine.slots import Slot
 from rollout.engine.streams import Streams, make_streams
-from rollout.types import Request
+from rollout.types import MemoryReport, Request
 
 
 class Recorder(Protocol):
@@ -68,6 +69,7 @@ class Engine:
         module: the engine's own Hugging Face module, from `rollout.engine.models.hf.build_module`.
         config: sizes and switches.
         eos_token_ids: ids that end a completion.
+        own_weights: memory of those of the module's weights that are the engine's own; None: they stay where they are.
         recorder: receives spans of host and device work.
         on_capture: called with (done, all) after each captured graph.
 
@@ -81,6 +83,7 @@ class Engine:
         config: EngineConfig,
         *,
         eos_token_ids: tuple[int, ...] = (),
+        own_weights: OwnWeights | None = None,
         recorder: Recorder | None = None,
         on_capture: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -92,15 +95,15 @@ class Engine:
         self.shape = model_shape(module)
         self.max_model_len = self._model_len(config, self.shape.max_position_embeddings)
         max_blocks = -(-self.max_model_len // config.block_size)
-        free = memory.free_bytes(self.device, config)
-        num_blocks = memory.count_blocks(self.shape, config, self.max_model_len, self.dtype, free)
-        self.kv = memory.allocate(self.shape, num_blocks, config.block_size, self.dtype, self.device)
+        self.own_weights = own_weights or OwnWeights(self.device)
+        self.kv_memory = KVMemory(self.shape, config, self.max_model_len, self.dtype, self.device)
+        self.kv = self.kv_memory.tensor
         self.streams: Streams = make_streams(self.device)
         self.scheduler = Scheduler(
             max_rows=config.max_rows,
             max_model_len=self.max_model_len,
             block_size=config.block_size,
-            num_blocks=num_blocks,
+            num_blocks=self.kv_memory.blocks,
             max_prefill_tokens=config.max_prefill_tokens,
             eos_token_ids=eos_token_ids,
         )
@@ -115,7 +118,17 @@ class Engine:
             )
             for index in range(config.num_slots)
         ]
-        self.runner = ModelRunner(module, self.shape, self.kv, max_rows=config.max_rows, max_blocks=max_blocks)
+        self.streams.follow_current()  # which may still be filling the module
+        with self.streams.compute.use():
+            self.runner = ModelRunner(
+                module,
+                self.shape,
+                self.kv,
+                max_rows=config.max_rows,
+                max_blocks=max_blocks,
+                fused=config.fused_decoder,
+            )
+        self.streams.synchronize()
         on_cuda = self.device.type == "cuda"
         self.use_graphs = self._uses_graphs(on_cuda)
         self.graphs = GraphPool(self.streams, on_cuda=on_cuda)
@@ -125,9 +138,9 @@ class Engine:
         self._ended_early: list[Ended] = []
         self._steps = 0
         self._failure: BaseException | None = None
-        with self.streams.compute.use():
-            self.runner.probe()
-        self.streams.synchronize()
+        self.asleep = False
+        self.graphs_bytes = 0
+        """Device memory that captures have taken."""
         self.capture(filtered=False, on_capture=on_capture)
 
     def _model_len(self, config: EngineConfig, positions: int) -> int:
@@ -164,6 +177,7 @@ class Engine:
             return ended
 
     def _schedule(self) -> Batch | None:
+        assert not self.asleep, "wake first"
         with self.recorder.host("schedule", self._steps):
             batch = self.scheduler.schedule(self._in_flight[-1][1] if self._in_flight else None)
             if batch is not None:
@@ -285,6 +299,60 @@ class Engine:
         self.scheduler.new_version(version, keep_kv=keep_kv)
         self.begin_phase()
 
+    def sleep(self) -> list[Ended]:
+        """Gives the memory of the KV cache and of the engine's own weights back; graphs, slots and addresses stay.
+
+        Running sequences go back to the queue with their tokens, and are computed again after `wake`.
+
+        Returns:
+            The requests that ended in the step that was in flight.
+        """
+        ended = self.drain()
+        if self.asleep:
+            return ended
+        with self._failing_whole():
+            self.scheduler.suspend()
+            with self.streams.compute.use():
+                # NOTE: next time there may be fewer blocks, and no stale entry may lead a kernel to one that is gone.
+                self.runner.block_table.zero_()
+            self.streams.synchronize()
+            self.kv_memory.sleep()
+            self.own_weights.sleep()
+            self.asleep = True
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return ended
+
+    def wake(self) -> None:
+        """Takes the KV cache's memory again, as much as is free, at its old addresses. Nothing is captured again.
+
+        Weights that `sleep` gave back come with the next exchange; room is left for them.
+
+        Raises:
+            torch.OutOfMemoryError: not even the least is free. The engine stays asleep, and nothing is lost.
+        """
+        self._raise_failure()
+        if self.asleep:
+            waiting_blocks = self.scheduler.longest_blocks + 1
+            blocks = self.kv_memory.wake(waiting_blocks, spare_bytes=self.own_weights.missing_bytes)
+            self.scheduler.resize(blocks)
+            self.asleep = False
+            self.begin_phase()
+
+    def memory_report(self) -> MemoryReport:
+        """Where memory is now."""
+        own_bytes, shared_bytes = weight_bytes(self.module, self.own_weights)
+        rows = (self.runner.block_table, self.runner.row_state)
+        return MemoryReport(
+            kv_bytes=self.kv_memory.mapped_bytes,
+            kv_blocks=self.kv_memory.blocks,
+            weights_own_bytes=own_bytes,
+            weights_shared_bytes=shared_bytes,
+            graphs_bytes=self.graphs_bytes,
+            slots_bytes=sum(slot.bytes for slot in self.slots) + sum(t.nbytes for t in rows),
+            free_bytes=device_free_bytes(self.device),
+        )
+
     def capture(self, *, filtered: bool, on_capture: Callable[[int, int], None] | None = None) -> None:
         """Captures the decode graphs of every slot and size, once; largest first, so that the pool is sized once."""
         keys = [GraphKey(slot.index, rows, filtered) for rows in reversed(self.buckets) for slot in self.slots]
@@ -292,7 +360,9 @@ class Engine:
         if not keys:
             return
         assert not self._in_flight, "a capture runs through the slots' buffers"
+        assert not self.asleep, "a capture writes to the scratch block"
         self.streams.synchronize()
+        used_before = used_bytes(self.device)
         for done, key in enumerate(keys):
             slot = self.slots[key.slot]
             with self.streams.compute.use():
@@ -301,6 +371,7 @@ class Engine:
             if on_capture is not None:
                 on_capture(done + 1, len(keys))
         self.streams.synchronize()
+        self.graphs_bytes += max(0, used_bytes(self.device) - used_before)
 
     def _decode_step(self, key: GraphKey) -> Callable[[], None]:
         slot, before = self.slots[key.slot], self.slots[key.slot - 1]
@@ -313,6 +384,8 @@ class Engine:
         self.streams.synchronize()
         self.graphs.clear()
         del self.kv, self.runner, self.slots
+        self.kv_memory.close()
+        self.own_weights.close()
 
     # Bookkeeping
 

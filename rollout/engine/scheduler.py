@@ -375,6 +375,22 @@ class Scheduler:
         for sequence in self.rows.live():
             sequence.mark_version(int(self.rows.num_tokens[sequence.row]), version)
 
+    def suspend(self) -> None:
+        """Sends every running sequence back to the queue with its tokens, and forgets prefixes: the cache is to go."""
+        self.preempt_all()
+        self.blocks.forget_prefixes()
+
+    def resize(self, num_blocks: int) -> None:
+        """Goes on with a cache of another size, and of none of the old contents."""
+        assert self.rows.num_live == 0, "suspend before the cache changes"
+        self.blocks = BlockAllocator(num_blocks)
+
+    @property
+    def longest_blocks(self) -> int:
+        """Blocks that the longest of all sequences here may come to hold."""
+        limits = (s.prompt.size + s.request.params.max_tokens for s in (*self.waiting, *self.rows.live()))
+        return max((-(-limit // self.block_size) for limit in limits), default=0)
+
     def check_conservation(self) -> None:
         """Asserts that every block is accounted for and no row's block is held more often than it is referenced."""
         self.blocks.check()

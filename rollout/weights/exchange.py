@@ -46,6 +46,17 @@ class WeightExchange:
         """False from an exchange that broke off while writing to the next one that ends: the weights are a mixture."""
         return not self._torn
 
+    @property
+    def shares(self) -> bool:
+        """Whether any tensor is the learner's own storage, which its in-place steps change without an exchange."""
+        return bool(self._origins)
+
+    def broken_ties(self) -> list[str]:
+        """Names of the shared tensors whose owner lives on in other storage: only an exchange finds it there."""
+        targets = _targets(self._module)
+        owners = {name: reference() for name, reference in self._origins.items()}  # type: ignore[operator]
+        return [n for n, owner in owners.items() if owner is not None and not same_storage(targets[n], owner)]
+
     def exchange(self, learner: nn.Module) -> ExchangeReport:
         """Makes the module's weights the learner's, in place, and waits until they have arrived.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +39,13 @@ _QUIET = {
 }
 
 
-def build_module(learner: nn.Module, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+Allocate = Callable[[Sequence[tuple[torch.Size, torch.dtype]]], list[Tensor]]
+"""Makes a tensor for each shape and dtype, all at once, on the engine's device."""
+
+
+def build_module(
+    learner: nn.Module, *, device: torch.device | str, dtype: torch.dtype, allocate: Allocate | None = None
+) -> nn.Module:
     """The engine's own module: the learner's class and config, attention "rollout", eval mode, nothing trainable.
 
     A parameter on `device` and of `dtype` shares the learner's storage, so the optimiser's in-place steps reach the
@@ -50,6 +57,7 @@ def build_module(learner: nn.Module, *, device: torch.device | str, dtype: torch
         learner: a Hugging Face causal language model; may be wrapped in DDP, torch.compile or PEFT.
         device: where the engine runs.
         dtype: bfloat16, float16 or float32, for every parameter that the class doesn't keep in float32.
+        allocate: makes the engine's own tensors, called once with all of them; None: PyTorch does.
 
     Raises ValueError, saying why, for a learner that the engine can't run.
     """
@@ -62,7 +70,7 @@ def build_module(learner: nn.Module, *, device: torch.device | str, dtype: torch
         skeleton = _on_meta(cls, model.config, dtype)
         check_skeleton(skeleton)
         _check_names(skeleton, named, cls)
-        origins = _fill(skeleton, named, device, dtype)
+        origins = _fill(skeleton, named, device, dtype, allocate)
         _copy_buffers(skeleton, learner, device)
     # NOTE: by these, an exchange knows whether storage that the engine shares is still in its owner's use.
     skeleton.__dict__["_rollout_origins"] = origins  # name -> weak reference
@@ -110,29 +118,43 @@ def _check_names(skeleton: nn.Module, named: dict[str, Source], cls: type) -> No
 
 
 def _fill(
-    skeleton: nn.Module, named: dict[str, Source], device: torch.device, dtype: torch.dtype
+    skeleton: nn.Module,
+    named: dict[str, Source],
+    device: torch.device,
+    dtype: torch.dtype,
+    allocate: Allocate | None,
 ) -> dict[str, weakref.ref[Tensor]]:
     """Gives every persistent tensor its storage, and a value where it is the engine's own; returns the shared."""
     buffers = persistent_buffers(skeleton)
     keep_float32 = _float32_pattern(skeleton, dtype)
-    made: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     origins: dict[str, weakref.ref[Tensor]] = {}
-    copies: list[tuple[Tensor, Source]] = []
+    own: list[tuple[Source, torch.dtype]] = []
     for name, source in distinct(named).items():
         wanted = source.dtype if name in buffers else torch.float32 if keep_float32(name) else dtype
         if source.owner is not None and source.device == device and source.dtype == wanted:
-            tensor = source.owner.detach()
+            tensors[id(source)] = source.owner.detach()
             origins[name] = weakref.ref(source.owner)
         else:
-            tensor = torch.empty(source.shape, dtype=wanted, device=device)
-            copies.append((tensor, source))
-        # Tied names lead to one source, so they become one parameter again, whatever the config says about tying.
-        made[id(source)] = tensor if name in buffers else nn.Parameter(tensor, requires_grad=False)
+            own.append((source, wanted))
+    own.sort(key=lambda item: len(item[0].shape) < 2)  # matrices first: so q, k and v lie behind one another
+    specs = [(source.shape, wanted) for source, wanted in own]
+    made = allocate(specs) if allocate else [torch.empty(shape, dtype=wanted, device=device) for shape, wanted in specs]
+    copies = [(tensor, source) for tensor, (source, _) in zip(made, own, strict=True)]
     write(copies)
+    tensors |= {id(source): tensor for tensor, source in copies}
+    # Tied names lead to one source, so they become one parameter again, whatever the config says about tying.
+    parameters = {
+        id(source): nn.Parameter(tensors[id(source)], requires_grad=False)
+        for name, source in distinct(named).items()
+        if name not in buffers
+    }
     for name, source in named.items():
         owner, attribute = _owner(skeleton, name)
-        table: dict[str, Any] = owner._buffers if name in buffers else owner._parameters
-        table[attribute] = made[id(source)]
+        if name in buffers:
+            owner._buffers[attribute] = tensors[id(source)]
+        else:
+            owner._parameters[attribute] = parameters[id(source)]
     return origins
 
 
