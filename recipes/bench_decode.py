@@ -1,0 +1,336 @@
+"""How near the decode loop comes to the memory's speed.
+
+A decode step makes one token for each row. To do so the GPU must read every weight once and every row's keys and
+values once, and that takes far longer than the arithmetic: 8B parameters in bf16 are 15 GB, 32 rows of 1K positions
+another 4.3 GB, and an H200 reads about 4.3 TB a second, so no step is faster than 4.5 ms. That is the *floor*:
+
+    floor = (weight bytes + KV bytes at the mean length) / bandwidth
+
+with the bandwidth of a large copy on this device, measured in this run. Everything above it is a kernel that reads
+slowly, a kernel too many, or a GPU that waits for the host. So two figures stand side by side: MBU, the share of that
+bandwidth that a step used (floor / step), and the idle share of the compute stream. A busy GPU is not yet a fast one.
+
+Weights are random, of real shapes, so nothing is downloaded, and end-of-sequence is ignored, so every completion has
+its full length. Prints a table, then one JSON line.
+
+    python recipes/bench_decode.py --model 8b --bs 32 --prompt 512 --new 1024
+    python recipes/bench_decode.py --model 1.7b --bs 256 --prompt 256 --new 768 --overlap both
+    python recipes/bench_decode.py --model tiny --bs 4 --prompt 16 --new 32          # a CPU will do
+
+Something else can be measured beside it, in turns (A B A B) on the same GPU. A peer is any command that prints JSON
+lines with `ms_per_step` (whole run / new tokens) and, if it can tell, `median_step_ms` and `tok_s`. Braces get filled:
+
+    python recipes/bench_decode.py --model 8b --bs 32 --prompt 512 --new 1024 --repeats 2 --peer transformers \\
+        --peer-command "python peer.py --model {model} --bs {bs} --prompt {prompt} --new {new} --logprobs"
+
+In the table: `step` is the median time from one decode step's start to the next one's, `on device` the median time of
+the step itself, `run/new` the whole phase's wall time, prefill included, over the new tokens, `host us` what the host
+worked a step (its waits left out), `idle` the compute stream's idle share in steady decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+
+from rollout import EngineConfig, RolloutWorker, SamplingParams
+from rollout.observe import Timeline
+
+SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
+    # Llama-3.1-8B
+    "8b": lambda: LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    ),
+    # Qwen3-1.7B
+    "1.7b": lambda: Qwen3Config(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+    ),
+    "tiny": lambda: LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1024,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+    ),
+}
+COLUMNS = {  # key: (head, format)
+    "step_ms": ("step ms", ".3f"),
+    "device_ms": ("on device", ".3f"),
+    "ms_per_step": ("run/new", ".3f"),
+    "x_floor": ("x floor", ".2f"),
+    "mbu": ("MBU", ".1%"),
+    "tok_s": ("tok/s", ",.0f"),
+    "host_us": ("host us", ",.0f"),
+    "idle_share": ("idle", ".2%"),
+}
+
+
+def random_model(shape: str, device: torch.device) -> PreTrainedModel:
+    """A model of the shape with random weights, bf16 on a GPU and float32 on a CPU."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(SHAPES[shape](), dtype=dtype).eval()
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that a decode step reads: all but an untied input embedding, of which it gathers a few rows."""
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return total if embedding is head else total - embedding.numel() * embedding.element_size()
+
+
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of keys and values for one position of one row, in the model's dtype."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a large copy reads and writes: the median of 20."""
+    source = torch.ones((2 << 30 if device.type == "cuda" else 64 << 20), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(22):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            target.copy_(source)
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) * 1e-3)
+        else:
+            start_s = time.perf_counter()
+            target.copy_(source)
+            seconds.append(time.perf_counter() - start_s)
+    return 2 * source.numel() / statistics.median(seconds[2:])
+
+
+def measure(model: PreTrainedModel, args: argparse.Namespace, floor_s: float, overlap: bool) -> dict[str, float]:
+    """One engine, warmed up, then one timed phase of `bs` completions of `new` tokens."""
+    block_size = EngineConfig().block_size
+    blocks_a_row = -(-(args.prompt + args.new) // block_size)
+    block_bytes = kv_bytes_per_token(model) * block_size
+    config = EngineConfig(
+        max_rows=args.bs,
+        max_model_len=args.prompt + args.new,
+        kv_cache_bytes=(args.bs * blocks_a_row + 8) * block_bytes,
+        overlap=overlap,
+        fused_decoder=args.forward == "fused",
+    )
+    timeline = Timeline(capacity=64 * (args.new + args.bs) + 4096)
+    generator = torch.Generator().manual_seed(1)
+
+    def prompts() -> list[list[int]]:
+        # Fresh ones each time, so that no prompt's KV is found in the cache.
+        return torch.randint(10, model.config.vocab_size, (args.bs, args.prompt), generator=generator).tolist()
+
+    with RolloutWorker(model, config, timeline=timeline) as worker:
+        worker.generate(prompts(), SamplingParams(max_tokens=min(args.new, 8), ignore_eos=True))
+        captures = worker.metrics.graph_captures_total
+        timeline.clear()
+        start_s = time.perf_counter()
+        groups = worker.generate(prompts(), SamplingParams(max_tokens=args.new, ignore_eos=True))
+        wall_s = time.perf_counter() - start_s
+        metrics = worker.metrics
+    if args.trace is not None:
+        timeline.write_trace(args.trace)
+
+    decode = timeline.spans_s("compute", "decode")  # [steps, 2]
+    edge = max(1, len(decode) // 20)  # rows join at the start and leave at the end
+    steady = decode[edge:-edge] if len(decode) > 2 * edge + 1 else decode
+    periods_s, on_device_s = steady[1:, 0] - steady[:-1, 0], steady[:, 1] - steady[:, 0]
+    step_s = statistics.median(periods_s.tolist()) if len(periods_s) else math.nan
+    host_s = sum(seconds for name, seconds in timeline.summary().items() if name != "wait")
+    tokens = sum(len(completion.token_ids) for group in groups for completion in group)
+    return {
+        "step_ms": step_s * 1e3,
+        "device_ms": statistics.median(on_device_s.tolist()) * 1e3,
+        "ms_per_step": wall_s / args.new * 1e3,
+        "x_floor": step_s / floor_s,
+        "mbu": floor_s / step_s,
+        "tok_s": tokens / wall_s,
+        "host_us": host_s / (metrics.decode_steps + metrics.prefill_steps) * 1e6,
+        "idle_share": timeline.idle_share("compute", float(steady[0, 0]), float(steady[-1, 1])),
+        "idle_share_phase": metrics.gpu_idle_frac,
+        "total_s": wall_s,
+        "tokens": tokens,
+        "decode_steps": metrics.decode_steps,
+        "row_occupancy": metrics.row_occupancy,
+        "preemptions": metrics.preemptions_total,
+        "captures_while_timed": metrics.graph_captures_total - captures,
+    }
+
+
+def measure_peer(args: argparse.Namespace, floor_s: float) -> dict[str, dict[str, float]]:
+    """Run the peer's command; the figures of each JSON line it printed, by mode."""
+    command = args.peer_command.format(model=args.model, bs=args.bs, prompt=args.prompt, new=args.new)
+    done = subprocess.run(shlex.split(command), stdout=subprocess.PIPE, text=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        raise SystemExit(f"the peer ended with {done.returncode} and {len(lines)} JSON lines: {command}")
+    results = {}
+    for line in lines:
+        # A whole run's mean stands in where the peer doesn't tell its median step.
+        step_ms = line.get("median_step_ms") or line["ms_per_step"]
+        results[" ".join(filter(None, [args.peer, line.get("mode")]))] = {
+            "step_ms": step_ms,
+            "ms_per_step": line["ms_per_step"],
+            "x_floor": step_ms * 1e-3 / floor_s,
+            "mbu": floor_s / (step_ms * 1e-3),
+            "tok_s": line.get("tok_s", args.bs / line["ms_per_step"] * 1e3),
+        }
+    return results
+
+
+def middle(runs: list[dict[str, float]]) -> dict[str, float]:
+    """The run whose wall time is the median one (of two, the faster), whole, so that its figures belong together."""
+    return sorted(runs, key=lambda figures: figures["ms_per_step"])[(len(runs) - 1) // 2]
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """The results, a line each."""
+    width = max(len(name) for name in results)
+    lines = [" ".join([f"{'':<{width}}", *(f"{head:>10}" for head, _ in COLUMNS.values())])]
+    for name, figures in results.items():
+        cells = (format(figures[key], form) if key in figures else "-" for key, (_, form) in COLUMNS.items())
+        lines.append(" ".join([f"{name:<{width}}", *(f"{cell:>10}" for cell in cells)]))
+    return "\n".join(lines)
+
+
+def rounded(value: Any) -> Any:
+    """The same with each float cut to five digits, and None for NaN, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, float):
+        return None if math.isnan(value) else float(f"{value:.5g}")
+    return value
+
+
+def commit() -> str | None:
+    """The checkout's commit, if git can tell."""
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        epilog=__doc__.partition("\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--model", choices=SHAPES, default="1.7b" if cuda else "tiny")
+    parser.add_argument("--bs", type=int, default=32 if cuda else 4, help="rows")
+    parser.add_argument("--prompt", type=int, default=512 if cuda else 16, help="tokens in a prompt")
+    parser.add_argument("--new", type=int, default=1024 if cuda else 32, help="tokens in a completion")
+    parser.add_argument("--overlap", choices=["on", "off", "both"], default="on", help="two slots, one, or in turns")
+    parser.add_argument("--forward", choices=["fused", "module"], default="fused", help="whose forward pass is run")
+    parser.add_argument("--repeats", type=int, default=1, help="rounds; the median run is reported")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--peer", default="peer", help="what to call the peer in the table")
+    parser.add_argument("--peer-command", help="a command to measure in turns with this engine, as above")
+    parser.add_argument("--trace", type=Path, help="write the last run's timeline here, for ui.perfetto.dev")
+    args = parser.parse_args(argv)
+    if min(args.bs, args.prompt, args.repeats) < 1 or args.new < 4:
+        parser.error("--bs, --prompt and --repeats must be at least 1, and --new at least 4")
+    return args
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Measure, print the table and the JSON line, and return what the line holds."""
+    args = parse(argv)
+    device = torch.device(args.device)
+    bytes_s = copy_bandwidth(device)
+    model = random_model(args.model, device)
+    mean_kv = args.prompt + args.new // 2
+    weights, kv = weight_bytes(model), args.bs * mean_kv * kv_bytes_per_token(model)
+    floor_s = (weights + kv) / bytes_s
+
+    modes = {"on": [True], "off": [False], "both": [True, False]}[args.overlap]
+    rounds: dict[str, list[dict[str, float]]] = {}
+    for _ in range(args.repeats):
+        for overlap in modes:
+            rounds.setdefault("overlap" if overlap else "no overlap", []).append(measure(model, args, floor_s, overlap))
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        if args.peer_command:
+            for name, figures in measure_peer(args, floor_s).items():
+                rounds.setdefault(name, []).append(figures)
+    results = {name: middle(runs) for name, runs in rounds.items()}
+
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    print(f"{gpu}: {args.model}, {args.bs} rows, prompt {args.prompt}, {args.new} new, mean KV {mean_kv}")
+    print(
+        f"floor {floor_s * 1e3:.3f} ms = ({weights / 1e9:.3g} GB weights + {kv / 1e9:.3g} GB KV) / "
+        f"{bytes_s / 1e12:.3f} TB/s of a copy\n"
+    )
+    print(table(results) + "\n")
+    first = results["overlap" if True in modes else "no overlap"]
+    report = {
+        "bench": "decode",
+        "gpu": gpu,
+        "torch": str(torch.__version__),
+        "commit": commit(),
+        "model": args.model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "forward": args.forward,
+        "bs": args.bs,
+        "prompt": args.prompt,
+        "new": args.new,
+        "repeats": args.repeats,
+        "weight_bytes": weights,
+        "kv_bytes": kv,
+        "copy_tb_s": bytes_s / 1e12,
+        "floor_ms": floor_s * 1e3,
+        "step_ms": first["step_ms"],
+        "tok_s": first["tok_s"],
+        "idle_share": first["idle_share"],
+        "mbu": first["mbu"],
+        "results": results,
+    }
+    report = rounded(report)
+    print(json.dumps(report, allow_nan=False), flush=True)
+    return report
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
