@@ -1,28 +1,24 @@
 """`RolloutWorker`: one engine for a training run, behind its verbs: generate, stream, exchange, sleep, wake, close.
 
-It turns prompts into requests and ended requests into completions, keys the random numbers, counts policy versions and
-sums up phases. It refuses to know who trains: trainers' glue is in `rollout.integrations`.
+It hands calls' requests to the engine and ended ones back, counts policy versions, and refuses what its state doesn't
+allow. It doesn't know who trains: trainers' glue is in `rollout.integrations`.
 """
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import inspect
-import os
-import struct
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from rollout.calls import Params, PhaseMeter, Prompts, make_requests
 from rollout.config import EngineConfig
 from rollout.engine.engine import Engine, Recorder
 from rollout.engine.memory import OwnWeights
@@ -33,11 +29,9 @@ from rollout.engine.models.learner import unwrap
 from rollout.engine.scheduler import Ended
 from rollout.observe.metrics import PhaseMetrics, RunTotals
 from rollout.observe.switches import SwitchTimes
-from rollout.types import Completion, MemoryReport, NonFiniteLogitsError, Request, SamplingParams
+from rollout.types import Completion, MemoryReport, NonFiniteLogitsError, Request
 from rollout.weights.exchange import ExchangeReport, WeightExchange
 
-Prompts = Sequence[Sequence[int]]
-Params = SamplingParams | Sequence[SamplingParams] | None
 KV = Literal["recompute", "keep"]
 
 
@@ -136,7 +130,7 @@ class RolloutWorker:
         """
         engine = self._ready()
         self._calls += 1
-        requests = _requests(prompts, params, self._calls)
+        requests = make_requests(prompts, params, self._calls)
         engine.check(requests)
         return _Stream(self, self._calls, self._stream(self._calls, requests, engine.scheduler.blocks.capacity))
 
@@ -159,7 +153,7 @@ class RolloutWorker:
         engine = self._open()
         if engine.scheduler.blocks.capacity < checked_blocks:
             engine.check(requests)  # the cache has shrunk since they were let pass
-        phase = _Phase(engine)
+        phase = PhaseMeter(engine)
         self._outstanding[call] = len(requests)
         try:
             engine.add(requests)
@@ -204,7 +198,7 @@ class RolloutWorker:
         if self._engine is not None and not self._outstanding and not self._engine.failed:
             self._engine.drain()  # a step launched before its rows had ended
 
-    def _end_phase(self, phase: _Phase) -> None:
+    def _end_phase(self, phase: PhaseMeter) -> None:
         self.metrics = phase.metrics(self._version, self._weight_sync_s)
         self.totals.add(self.metrics)
         self._weight_sync_s = 0.0
@@ -411,69 +405,6 @@ class _Stream:
     def close(self) -> None:
         """Ends the call's requests."""
         self._completions.close()
-
-
-class _Phase:
-    """Where the engine's sums stood when a call began."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.start_s = time.perf_counter()
-        self.engine_before = copy.copy(engine.counters)
-        self.scheduler_before = copy.copy(engine.scheduler.counters)
-        self.lengths: list[int] = []
-
-    def metrics(self, version: int, weight_sync_s: float) -> PhaseMetrics:
-        now, before = self.engine.scheduler.counters, self.scheduler_before
-        steps = self.engine.counters.since(self.engine_before)
-        return PhaseMetrics(
-            generate_s=time.perf_counter() - self.start_s,
-            generated_tokens=now.generated_tokens - before.generated_tokens,
-            prefill_tokens=now.prefill_tokens - before.prefill_tokens,
-            completion_lengths=tuple(self.lengths),
-            decode_steps=steps.decode_steps,
-            prefill_steps=steps.prefill_steps,
-            decode_s=steps.decode_s,
-            prefill_s=steps.prefill_s,
-            busy_s=steps.busy_s,
-            span_s=steps.busy_s + steps.idle_s,
-            row_steps=steps.row_steps,
-            row_capacity=steps.row_capacity,
-            block_steps=steps.block_steps,
-            block_capacity=steps.block_capacity,
-            dropped_tokens=now.dropped_tokens - before.dropped_tokens,
-            graph_captures_total=self.engine.graphs.captures,
-            preemptions_total=now.preemptions,
-            policy_version=version,
-            weight_sync_s=weight_sync_s,
-        )
-
-
-def _requests(prompts: Prompts, params: Params, call: int) -> list[Request]:
-    if params is None or isinstance(params, SamplingParams):
-        params = [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts, but {len(params)} SamplingParams: give one, or one for each prompt")
-    fresh = int.from_bytes(os.urandom(8), "little")
-    occurrences: Counter[tuple[int, ...]] = Counter()
-    requests = []
-    for group, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-        ids = tuple(int(i) for i in prompt)
-        for sample in range(p.n):
-            key = random_key(fresh if p.seed is None else p.seed, ids, occurrences[ids])
-            occurrences[ids] += 1
-            requests.append(Request(ids, p, key, group=group, sample=sample, call=call))
-    return requests
-
-
-def random_key(seed: int, prompt_ids: tuple[int, ...], occurrence: int) -> tuple[int, int]:
-    """Two int32 that key a completion's random numbers.
-
-    They depend on what is asked alone: the seed, the prompt, and which of the call's samples of this prompt it is. So a
-    completion is the same whoever shares its batch.
-    """
-    text = struct.pack("<Qq", seed & (2**64 - 1), occurrence) + np.asarray(prompt_ids, np.int64).tobytes()
-    return struct.unpack("<ii", hashlib.blake2b(text, digest_size=8).digest())
 
 
 def _checked(kv: KV) -> KV:

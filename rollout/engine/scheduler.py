@@ -19,6 +19,7 @@ import numpy.typing as npt
 from rollout.engine import carry_over
 from rollout.engine.batch import Batch, Prefill
 from rollout.engine.kv_cache import BlockAllocator, IntArray
+from rollout.engine.lengths import LengthEstimate
 from rollout.engine.sequence import RowTable, Sequence
 from rollout.types import Completion, FinishReason, Request
 
@@ -68,10 +69,10 @@ class Scheduler:
         self.rows = RowTable(max_rows, max_model_len, max_blocks)
         self.waiting: deque[Sequence] = deque()
         self.counters = SchedulerCounters()
+        self.lengths = LengthEstimate(block_size)
         self.version = 0
         self._prefilling: list[int] = []  # rows whose prompt is computed in part
         self._arrivals = 0
-        self._mean_length = 0.0  # of the completions so far, 0 until there is one
 
     # What can be asked for
 
@@ -162,7 +163,7 @@ class Scheduler:
         wanted = -(-tokens.size // self.block_size) - shared.size
         available = self.blocks.available - self.blocks.idle_among(shared)
         limit = sequence.prompt.size + sequence.request.params.max_tokens
-        growth = self._expected_blocks(tokens.size, tokens.size - sequence.prompt.size, limit) - wanted - shared.size
+        growth = self.lengths.blocks(tokens.size, sequence.token_ids.size, limit) - wanted - shared.size
         alone = self.rows.num_live == 0
         if wanted > available or (not alone and wanted + growth + reserve > available):
             return None
@@ -175,7 +176,7 @@ class Scheduler:
         self.rows.length[row] = shared.size * self.block_size
         self.counters.cached_prompt_tokens += shared.size * self.block_size
         sequence.mark_version(sequence.token_ids.size, self.version)
-        return row, growth
+        return row, int(growth)
 
     def _add_chunk(self, chunks: list[tuple[int, int]], row: int, budget: int) -> int:
         sequence, start = self.rows.sequence_in(row), int(self.rows.length[row])
@@ -262,26 +263,12 @@ class Scheduler:
 
     # Room to grow
 
-    def _expected_blocks(self, known: int, generated: int, limit: int) -> int:
-        """Blocks that a sequence of `known` tokens will hold when it ends, as far as lengths so far tell."""
-        return int(self._expected(np.asarray([known]), np.asarray([generated]), np.asarray([limit]))[0])
-
-    def _expected(self, known: IntArray, generated: IntArray, limit: IntArray) -> IntArray:
-        if self._mean_length == 0.0:
-            total = limit
-        else:
-            # one that has outlived the mean is expected to go on for a quarter of what it has
-            more = np.maximum(self._mean_length - generated, generated * 0.25).astype(np.int32)
-            total = np.minimum(known + np.maximum(more, self.block_size), limit)
-        blocks: IntArray = -(-total // self.block_size)
-        return blocks
-
     def _blocks_still_needed(self) -> int:
         """Blocks that running sequences are expected to take yet."""
         table = self.rows
         live = np.flatnonzero(table.occupied)
         known = table.prompt_length[live] + table.num_tokens[live]
-        expected = self._expected(known, table.num_tokens[live], table.limit[live])
+        expected = self.lengths.blocks(known, table.num_tokens[live], table.limit[live])
         return int(np.maximum(expected - table.num_blocks[live], 0).sum())
 
     def _preempt_youngest(self) -> None:
@@ -346,9 +333,7 @@ class Scheduler:
     def _end(self, row: int, reason: FinishReason, *, non_finite: bool = False) -> Ended:
         sequence = self._leave(row)
         if not non_finite:
-            length = sequence.token_ids.size
-            weight = 1.0 / min(self.counters.completions + 1, 256)
-            self._mean_length += (length - self._mean_length) * weight
+            self.lengths.observe(sequence.token_ids.size)
             self.counters.completions += 1
         return Ended(sequence.request, sequence.completion(reason), non_finite)
 

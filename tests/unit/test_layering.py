@@ -19,7 +19,8 @@ ALLOWED = {
     "observe": set(),
     "engine": {"types", "config"},
     "weights": {"types", "config", "engine"},
-    "worker": {"types", "config", "observe", "engine", "weights"},
+    "calls": {"types", "observe", "engine"},
+    "worker": {"types", "config", "observe", "engine", "weights", "calls"},
     "integrations": {"types", "config", "observe", "worker"},
     "__init__": {"types", "config", "observe", "worker"},
 }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.batch import Batch
+from rollout.engine.lengths import LengthEstimate
 from rollout.engine.scheduler import Ended, Scheduler
 from rollout.types import Request, SamplingParams, VersionRun
 
@@ -181,7 +182,7 @@ def test_a_group_shares_full_blocks_while_its_leader_is_computed() -> None:
 
 def test_out_of_blocks_preempts_the_youngest_and_loses_nothing() -> None:
     scheduler = make(num_blocks=9, max_rows=3)  # 32 positions for 3 x 20
-    scheduler._mean_length = 1.0  # expects short ones, and so admits all three
+    scheduler.lengths.observe(1)  # expects short ones, and so admits all three
     for i in range(3):
         scheduler.add(request(length=4, max_tokens=16, group=i, first=20 * i))
     ended = run(scheduler, overlap=True)
@@ -201,6 +202,17 @@ def test_admission_keeps_room_for_what_runs() -> None:
     answer(scheduler, batch)
     run(scheduler, overlap=True)
     assert scheduler.counters.preemptions == 0
+
+
+def test_lengths_so_far_tell_how_far_a_sequence_will_grow() -> None:
+    lengths = LengthEstimate(block_size=4)
+    assert lengths.blocks(10, 2, 100) == 25, "nothing is known: as long as it may become"
+    for length in (10, 20, 30):
+        lengths.observe(length)
+    assert lengths.mean == pytest.approx(20.0)
+    expected = lengths.blocks(np.array([10, 40, 70, 96]), np.array([2, 32, 62, 20]), np.array([100, 100, 72, 100]))
+    # 10 + 18 to come; 40 + a quarter of 32; held by its limit; a block at the least
+    assert expected.tolist() == [7, 12, 18, 25]
 
 
 def test_admission_waits_for_a_batch_of_rows() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout import EngineConfig, NonFiniteLogitsError, RolloutWorker, SamplingParams, VersionRun
-from rollout.worker import random_key
+from rollout.calls import random_key
 from tests.tiny_models import fingerprint, ragged_prompts, tiny
 
 PROMPTS = ragged_prompts((5, 12, 3))
