@@ -16,19 +16,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
-def add_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Adds to the residual stream, in place, and normalises it.
+def add_norm(residual: Tensor, partial: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds partial sums to the residual stream, in place, and normalises it.
 
     Args:
         residual: [tokens, hidden], written.
-        x: [tokens, hidden].
+        partial: [splits, tokens, hidden].
         weight: [hidden].
         eps: added to the mean square.
 
     Returns:
         The normalised residual, [tokens, hidden].
     """
-    residual.copy_((_wide(residual) + _wide(x)).to(residual.dtype))
+    residual.copy_((_wide(residual) + _wide(partial).sum(0)).to(residual.dtype))
     return rms_norm(residual, weight, eps)
 
 

@@ -162,4 +162,4 @@ def test_the_engines_own_copies_are_joined(dtype: torch.dtype) -> None:
     with RolloutWorker(model, EngineConfig(block_size=8, max_rows=4, max_model_len=64, dtype=dtype)) as worker:
         forward = worker.engine.runner.forward
         assert isinstance(forward, FusedDecoder)
-        assert all(layer.qkv.joined is not None and layer.gate_up.joined is not None for layer in forward.layers)
+        assert all(layer.qkv.whole is not None and layer.gate_up.whole is not None for layer in forward.layers)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rollout.engine import reference_layers
 
 pytest.importorskip("triton")
-from rollout.engine.kernels import pointwise
+from rollout.engine.kernels import layer_ops, pointwise
 
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 on_devices = pytest.mark.parametrize(
@@ -38,18 +38,17 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 @on_devices
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("adds", [False, True])
-def test_add_norm(device: str, dtype: torch.dtype, adds: bool) -> None:
+@pytest.mark.parametrize("splits", [0, 1, 3])
+def test_add_norm(device: str, dtype: torch.dtype, splits: int) -> None:
     residual = random(4, 80, device=device, dtype=dtype)
     weight = random(80, device=device, dtype=dtype, seed=1)
-    wide = random(4, 112, device=device, dtype=dtype, seed=2)
-    x = wide[:, 16:96] if adds else None  # strided, as a part of a joined product is
+    partial = random(splits, 4, 80, device=device, dtype=torch.float32, seed=2) if splits else None
     expected_residual = residual.double()
-    if x is None:
+    if partial is None:
         expected = reference_layers.rms_norm(expected_residual, weight.double(), 1e-5)
     else:
-        expected = reference_layers.add_norm(expected_residual, x.double(), weight.double(), 1e-5)
-    out = pointwise.add_norm(residual, x, weight, 1e-5)
+        expected = reference_layers.add_norm(expected_residual, partial.double(), weight.double(), 1e-5)
+    out = pointwise.add_norm(residual, partial, weight, 1e-5)
     assert relative(residual, expected_residual) < TOLERANCE[dtype]
     assert relative(out, expected) < TOLERANCE[dtype]
 
@@ -119,3 +118,28 @@ def test_rope_write(
     assert relative(out, expected) < TOLERANCE[dtype]
     assert relative(kv, exact) < TOLERANCE[dtype]
     assert bool((kv == 9.0).eq(exact == 9.0).all()), "nothing beside the tokens' cells is written"
+
+
+@on_devices
+@pytest.mark.parametrize(("tokens", "inputs"), [(1, 2048), (8, 6144), (65, 2048), (300, 512), (5, 576)])
+def test_partial_linear_adds_up(device: str, tokens: int, inputs: int) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x, weight = (
+        random(tokens, inputs, device=device, dtype=dtype),
+        random(96, inputs, device=device, dtype=dtype, seed=1),
+    )
+    parts = layer_ops.partial_linear(x, weight)
+    assert parts.shape[1:] == (tokens, 96)
+    assert parts.is_contiguous()
+    expected = x.double() @ weight.double().T
+    assert relative(parts.double().sum(0), expected) < (TOLERANCE[dtype] if parts.dtype == dtype else 1e-5)
+
+
+def test_products_are_split_where_that_pays() -> None:
+    half = torch.bfloat16
+    assert layer_ops.product_splits(1, 2048, half) == (4, torch.float32)
+    assert layer_ops.product_splits(64, 14336, half) == (4, torch.float32)
+    assert layer_ops.product_splits(256, 4096, half) == (2, half)
+    assert layer_ops.product_splits(257, 4096, half) == (1, half)
+    assert layer_ops.product_splits(8, 576, half) == (1, half), "parts that aren't a multiple of 64 wide"
+    assert layer_ops.product_splits(8, 2048, torch.float32) == (1, torch.float32)

@@ -1,8 +1,8 @@
 """Triton: what stands between the fused decoder's matrix products, each step's bytes read and written once.
 
-`add_norm` (residual, RMSNorm), `rope_write` (biases, q/k-norm, rotary position, KV write), `silu_mul`. They read
-[tokens, features] with any token stride, for q, k and v (gate, up) are columns of one product; compute in float32; and
-round where the Hugging Face module rounds.
+`add_norm` (partial sums, residual, RMSNorm), `rope_write` (biases, q/k-norm, rotary position, KV write), `silu_mul`.
+The latter two read [tokens, features] with any token stride, for q, k and v (gate, up) are columns of one product. All
+compute in float32, and round where the Hugging Face module rounds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 @triton.jit
 def _add_norm_kernel(
     residual,  # [tokens, HIDDEN]
-    added,  # [tokens, HIDDEN]
+    partial,  # [SPLITS, tokens, HIDDEN]
     weight,
     out,
-    token_stride,
+    split_stride,
     eps,
     HIDDEN: tl.constexpr,
-    ADDS: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -30,8 +30,10 @@ def _add_norm_kernel(
     mask = feature < HIDDEN
     x = tl.load(residual + token * HIDDEN + feature, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(weight + feature, mask=mask, other=0.0).to(tl.float32)
-    if ADDS:
-        x += tl.load(added + token * token_stride + feature, mask=mask, other=0.0).to(tl.float32)
+    if SPLITS > 0:
+        for split in tl.static_range(0, SPLITS):
+            at = split * split_stride + token * HIDDEN + feature
+            x += tl.load(partial + at, mask=mask, other=0.0).to(tl.float32)
         rounded = x.to(residual.dtype.element_ty)
         tl.store(residual + token * HIDDEN + feature, rounded, mask=mask)
         x = rounded.to(tl.float32)
@@ -40,21 +42,21 @@ def _add_norm_kernel(
     tl.store(out + token * HIDDEN + feature, (w * normed).to(out.dtype.element_ty), mask=mask)
 
 
-def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_norm(residual: Tensor, partial: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Adds to the residual in place and normalises it. See `reference_layers.add_norm`; None adds nothing."""
     tokens, hidden = residual.shape
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(hidden)
-    assert residual.is_contiguous() and (x is None or x.stride(1) == 1)
+    assert residual.is_contiguous() and (partial is None or partial.is_contiguous())
     _add_norm_kernel[(tokens,)](
         residual,
-        residual if x is None else x,
+        residual if partial is None else partial,
         weight,
         out,
-        0 if x is None else x.stride(0),
+        tokens * hidden,
         eps,
         HIDDEN=hidden,
-        ADDS=x is not None,
+        SPLITS=0 if partial is None else partial.shape[0],
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
     )

@@ -22,30 +22,30 @@ from rollout.engine.models.join import joined
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
-class Product:
-    """x @ weight.T for weights that read the same input: one product where they lie behind one another."""
+class Joined:
+    """Weights that read the same input, and all of them as one where they lie behind one another."""
 
     def __init__(self, weights: list[Tensor]) -> None:
-        self.sizes = [w.shape[0] for w in weights]
         self.weights = weights
-        self.joined = joined(weights)
+        self.sizes = [w.shape[0] for w in weights]
+        self.whole = joined(weights)
 
-    def __call__(self, x: Tensor) -> list[Tensor]:
+    def products(self, x: Tensor) -> list[Tensor]:
         """[tokens, inputs] to [tokens, outputs] for each weight; columns of one tensor where they are joined."""
-        if self.joined is None:
+        if self.whole is None:
             return [F.linear(x, weight) for weight in self.weights]
-        return list(F.linear(x, self.joined).split(self.sizes, dim=1))
+        return list(F.linear(x, self.whole).split(self.sizes, dim=1))
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """One layer's weights, where the module holds them."""
 
-    qkv: Product
+    qkv: Joined
     biases: tuple[Tensor, Tensor, Tensor] | None
     head_norms: tuple[Tensor, Tensor] | None
     output: Tensor
-    gate_up: Product
+    gate_up: Joined
     down: Tensor
     attention_norm: Tensor
     mlp_norm: Tensor
@@ -106,7 +106,7 @@ class FusedDecoder:
         following = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             k_cache, v_cache = step.layer(index)
-            q, k, v = layer.qkv(h)
+            q, k, v = layer.qkv.products(h)
             q = layer_ops.rope_write(
                 q,
                 k,
@@ -122,9 +122,11 @@ class FusedDecoder:
                 step.position,
             )
             attended = attend(q, step, index, scaling=layer.scaling, window=layer.window)
-            h = layer_ops.add_norm(x, F.linear(attended.flatten(1), layer.output), layer.mlp_norm, self.eps)
-            h = F.linear(layer_ops.silu_mul(*layer.gate_up(h)), layer.down)
-            h = layer_ops.add_norm(x, h, next_norm, self.eps)
+            y = layer_ops.partial_linear(attended.flatten(1), layer.output)
+            h = layer_ops.add_norm(x, y, layer.mlp_norm, self.eps)
+            gate, up = layer.gate_up.products(h)
+            y = layer_ops.partial_linear(layer_ops.silu_mul(gate, up), layer.down)
+            h = layer_ops.add_norm(x, y, next_norm, self.eps)
         return F.linear(h if last is None else h.index_select(0, last), self.head)
 
 
@@ -134,11 +136,11 @@ def _read_layer(layer: Any) -> _Layer:
     normed = getattr(attention, "q_norm", None) is not None
     biased = attention.q_proj.bias is not None
     return _Layer(
-        qkv=Product([p.weight for p in projections]),
+        qkv=Joined([p.weight for p in projections]),
         biases=tuple(p.bias for p in projections) if biased else None,
         head_norms=(attention.q_norm.weight, attention.k_norm.weight) if normed else None,
         output=attention.o_proj.weight,
-        gate_up=Product([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        gate_up=Joined([mlp.gate_proj.weight, mlp.up_proj.weight]),
         down=mlp.down_proj.weight,
         attention_norm=layer.input_layernorm.weight,
         mlp_norm=layer.post_attention_layernorm.weight,
