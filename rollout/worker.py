@@ -20,12 +20,13 @@ from tqdm.auto import tqdm
 
 from rollout.calls import Params, PhaseMeter, Prompts, make_requests
 from rollout.config import EngineConfig
-from rollout.engine.engine import Engine, Recorder
+from rollout.engine.engine import Engine
 from rollout.engine.memory import OwnWeights
 from rollout.engine.models.fused import obstacle
 from rollout.engine.models.hf import build_module
 from rollout.engine.models.join import join_projections
 from rollout.engine.models.learner import unwrap
+from rollout.engine.recorder import Recorder
 from rollout.engine.scheduler import Ended
 from rollout.observe.metrics import PhaseMetrics, RunTotals
 from rollout.observe.switches import SwitchTimes

@@ -16,9 +16,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -29,37 +28,12 @@ from rollout.engine.counters import EngineCounters
 from rollout.engine.graphs import GraphKey, GraphPool, row_buckets
 from rollout.engine.memory import KVMemory, OwnWeights, device_free_bytes, used_bytes, weight_bytes
 from rollout.engine.models.hf import capture_obstacle, model_shape
+from rollout.engine.recorder import NoRecorder, Recorder
 from rollout.engine.runner import ModelRunner
 from rollout.engine.scheduler import Ended, Scheduler
 from rollout.engine.slots import Slot
 from rollout.engine.streams import Streams, make_streams
 from rollout.types import MemoryReport, Request
-
-
-class Recorder(Protocol):
-    """What the engine tells about its time; `rollout.observe.timeline.Timeline` is one."""
-
-    enabled: bool
-
-    def host(self, name: str, step: int = -1) -> AbstractContextManager[None]:
-        """A span of host work."""
-
-    def device(self, lane: str, name: str, step: int, start_s: float, end_s: float) -> None:
-        """A span of device work that has ended."""
-
-
-class NoRecorder:
-    """Records nothing."""
-
-    enabled = False
-    _nothing = nullcontext()
-
-    def host(self, name: str, step: int = -1) -> AbstractContextManager[None]:
-        """A span of host work."""
-        return self._nothing
-
-    def device(self, lane: str, name: str, step: int, start_s: float, end_s: float) -> None:
-        """A span of device work that has ended."""
 
 
 class Engine:
