@@ -8,7 +8,7 @@ Every figure is a CUDA graph of several launches, each on data of its own (anoth
 tensor) and together larger than the L2 cache, which would otherwise answer from the last launch.
 
     python recipes/bench_kernels.py            # every kernel
-    python recipes/bench_kernels.py --tune     # sweeps the decode kernel's choices, for kernels/tuning.py
+    python recipes/bench_kernels.py --tune     # other choices than those of kernels/tuning.py beside them
 
 Needs a CUDA device. Starts nothing new after --seconds. Prints a table, then one JSON line.
 """
@@ -30,6 +30,7 @@ from rollout.engine.kernels import tuning
 HEAD_DIM, KV_HEADS, BLOCK_SIZE, LAYERS = 128, 8, 64, 32
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # keys and values of one position of one layer
 DECODE_SHAPES = list(product((1, 8, 32, 64, 128, 256), (512, 1024, 4096, 16384)))
+TABLE_BLOCKS = 16384 // BLOCK_SIZE
 L2_BYTES = 60 * 2**20
 
 Launch = Callable[[], object]
@@ -59,9 +60,19 @@ def measure(launches: list[Launch], replays: int = 7) -> float:
 
 
 def copy_bandwidth(pool: Tensor) -> float:
-    """Bytes a second, read and written, of a large copy."""
-    half = min(pool.numel() // 2, 2**31)
-    return 2 * half * pool.element_size() / (measure([lambda: pool[:half].copy_(pool[half : 2 * half])]) * 1e-6)
+    """Bytes a second, read and written, of a copy of 2 GiB: the median of 20."""
+    # NOTE: not in a graph, where a copy reaches two thirds of the bandwidth of an eager one.
+    half = min(pool.numel() // 2, 2**30)
+    source, target = pool[:half], pool[half : 2 * half]
+    times = []
+    for _ in range(22):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return 2 * half * pool.element_size() / statistics.median(times[2:])
 
 
 class Cache:
@@ -79,7 +90,9 @@ class Cache:
         else:
             self.kv = used.view(self.layers, 2, blocks, *cell)
         device = pool.device
-        self.block_table = torch.randperm(blocks, device=device).int().view(rows, self.blocks_per_row)
+        # As wide as an engine's for long completions: kernels choose by what a row could hold.
+        self.block_table = torch.zeros(rows, max(TABLE_BLOCKS, self.blocks_per_row), dtype=torch.int32, device=device)
+        self.block_table[:, : self.blocks_per_row] = torch.randperm(blocks, device=device).view(rows, -1)
         self.rows = torch.arange(rows, dtype=torch.int32, device=device)
 
     def launches(self, at_least_bytes: int, layer_bytes: int, one: Callable[[Tensor, Tensor], object]) -> list[Launch]:
@@ -129,11 +142,11 @@ def row(
     if flop:
         record["tflop_s"] = round(flop / us / 1e6, 1)
     rate = f"{record['gb_s']:9.0f} GB/s  {record['share']:6.1%}" if bytes_moved else f"{record['tflop_s']:9.0f} TFLOP/s"
-    print(f"{kind:<10} {shape:<34} {us:10.1f} us {rate}", flush=True)
+    print(f"{kind:<8} {shape:<56} {us:10.1f} us {rate}", flush=True)
     return record
 
 
-def bench_decode(pool: Tensor, peak: float, late: Callable[..., bool]) -> list[dict[str, Any]]:
+def bench_decode(pool: Tensor, peak: float, late: Callable[[], bool]) -> list[dict[str, Any]]:
     records = []
     for heads, (rows, length) in product((32, 16), DECODE_SHAPES):
         if late():
@@ -159,7 +172,7 @@ def bench_decode(pool: Tensor, peak: float, late: Callable[..., bool]) -> list[d
     return records
 
 
-def bench_prefill(pool: Tensor, late: Callable[..., bool]) -> list[dict[str, Any]]:
+def bench_prefill(pool: Tensor, late: Callable[[], bool]) -> list[dict[str, Any]]:
     records = []
     for heads, (seqs, length) in product((32,), ((1, 8192), (4, 2048), (16, 512), (64, 128))):
         if late():
@@ -196,9 +209,16 @@ def bench_write(pool: Tensor, peak: float) -> list[dict[str, Any]]:
     return records
 
 
-def bench_sample(pool: Tensor, peak: float, late: Callable[..., bool]) -> list[dict[str, Any]]:
+def bench_sample(pool: Tensor, peak: float, late: Callable[[], bool], *, tune: bool = False) -> list[dict[str, Any]]:
+    from rollout.engine.kernels.sampling import sample
+
     records = []
-    for rows, vocab in product((1, 32, 256, 1024), (128_256, 151_936)):
+    choices: list[dict[str, int]] = [{}]
+    if tune:
+        sizes = ((1024, 2), (2048, 2), (4096, 4), (4096, 8), (8192, 8))
+        choices += [{"block": block, "warps": warps} for block, warps in sizes]
+    vocabs = (151_936,) if tune else (128_256, 151_936)
+    for rows, vocab, choice in product((1, 32, 256) if tune else (1, 32, 256, 1024), vocabs, choices):
         if late():
             break
         size = rows * vocab
@@ -208,70 +228,61 @@ def bench_sample(pool: Tensor, peak: float, late: Callable[..., bool]) -> list[d
         launches: list[Launch] = []
         for nth in range(count):
             logits = pool[nth * size : (nth + 1) * size].view(rows, vocab)
-            launches.append(lambda logits=logits: kernels.sample(logits, key0, key1, position, heat))  # type: ignore[misc]  # noqa: B023
+            launches.append(lambda logits=logits: sample(logits, key0, key1, position, heat, **choice))  # type: ignore[misc]  # noqa: B023
         us = measure(launches)
-        records.append(row("sample", f"rows {rows} vocab {vocab}", us, bytes_moved=2 * size, peak=peak))
+        name = " ".join(f"{key} {value}" for key, value in choice.items())
+        records.append(row("sample", f"rows {rows} vocab {vocab} {name}".rstrip(), us, bytes_moved=2 * size, peak=peak))
     return records
 
 
-def tune_decode(pool: Tensor, peak: float, late: Callable[..., bool]) -> list[dict[str, Any]]:
-    """Tiles first, over a few shapes; then splits, with the best of them."""
-    shapes = [(1, 16384), (32, 512), (32, 4096), (128, 512), (128, 2048)]
-    tried: dict[tuple[int, int], list[tuple[float, tuning.Tiles]]] = {shape: [] for shape in shapes}
-    total: dict[tuning.Tiles, float] = {}
-    for block_n, warps, stages in product((64, 32, 128), (4, 2, 8), (3, 4, 2, 6)):
-        if late(0.65) or not 2**15 <= block_n * HEAD_DIM * 4 * (stages - 1) <= 200 * 2**10:
-            continue
-        for per_sm in (1, 2, 3, 4):
-            tiles = tuning.Tiles(16, block_n, warps, stages, per_sm)
-            try:
-                times = {shape: decode_us(pool, *shape, 32, tiles=tiles) for shape in shapes}
-            except Exception as error:  # a candidate may ask for more shared memory than there is
-                print(f"{tiles}: {type(error).__name__}", flush=True)
-                break
-            for shape, us in times.items():
-                if us is not None:
-                    tried[shape].append((us, tiles))
-                    floor = shape[0] * shape[1] * TOKEN_BYTES / peak * 1e6
-                    total[tiles] = total.get(tiles, 0.0) + us / floor
+def tune_decode(pool: Tensor, peak: float, late: Callable[[], bool]) -> list[dict[str, Any]]:
+    """Each shape under the chosen tiles and pieces, and beside them under others."""
+    device = pool.device
+    sms = tuning.sm_count(device)
+    # the engine's own first: 8B at 32 rows, 1.7B at 256
+    shapes = [(32, 1024, 32), (256, 640, 16), (1, 1024, 32), (1, 16384, 32), (8, 1024, 32), (64, 1024, 32)]
+    shapes += [(32, 512, 32), (32, 4096, 32), (8, 4096, 32), (1, 512, 16), (64, 640, 16), (256, 1024, 32)]
+    pieces: list[dict[str, Any]] = [{}, {"splits": 1}, {"least_programs": 2 * sms}]
+    pieces += [{"split_tokens": tokens} for tokens in (64, 128, 256, 512, 1024, 2048)]
+    tiles = [tuning.Tiles(16, 32, 2, 3, 4), tuning.Tiles(16, 64, 2, 3, 3), tuning.Tiles(16, 64, 4, 3, 2)]
+    tiles = [tuning.Tiles(16, 32, 2, 3, 4), tuning.Tiles(16, 64, 2, 3, 3), tuning.Tiles(16, 64, 4, 3, 2)]
+    tries = [(shape, pieces) for shape in shapes] + [(shape, [{"tiles": one}]) for one in tiles for shape in shapes[:8]]
     records = []
-    for (rows, length), found in tried.items():
-        for us, tiles in sorted(found)[:4]:
-            record = row("tune", f"rows {rows} kv {length}", us, bytes_moved=rows * length * TOKEN_BYTES, peak=peak) | {
-                "tiles": tiles
-            }
-            print(f"{'':<46}{tiles}")
-            records.append(record)
-    if not total:
-        return records
-    best = min(total, key=lambda tiles: total[tiles])
-    print(f"best over all shapes: {best}", flush=True)
-    for rows, length in ((1, 1024), (1, 16384), (4, 16384), (32, 512), (32, 4096), (256, 512), (256, 1024)):
-        found_splits = []
-        for splits, split_tokens in product((1, 4, 8, 16, 32, 64), (64, 128, 256, 512, 1024)):
-            if late() or (splits == 1 and split_tokens > 64):
-                continue
-            us = decode_us(pool, rows, length, 32, tiles=best, splits=splits, split_tokens=split_tokens)
+    for (rows, length, heads), choices in tries:
+        chosen = tuning.split_tokens(rows, KV_HEADS, sms)
+        for choice in choices:
+            near = choice.get("split_tokens", 2 * chosen) in (chosen // 2, 2 * chosen)
+            us = None if late() or not near else decode_us(pool, rows, length, heads, **choice)
             if us is not None:
-                found_splits.append((us, splits, split_tokens))
-        for us, splits, split_tokens in sorted(found_splits)[:3]:
-            shape = f"rows {rows} kv {length} splits {splits} of {split_tokens}"
-            records.append(row("splits", shape, us, bytes_moved=rows * length * TOKEN_BYTES, peak=peak))
-    return [*records, {"best": best}]
+                name = " ".join(f"{key} {value if key != 'tiles' else tuple(value)}" for key, value in choice.items())
+                shape = f"rows {rows} kv {length} heads {heads} {name or 'default'}"
+                records.append(row("tune", shape, us, bytes_moved=rows * length * TOKEN_BYTES, peak=peak))
+    # one long row among short ones
+    lengths = torch.full((128,), 512, dtype=torch.int32, device=device)
+    lengths[77] = 16384
+    for choice in pieces[:2]:
+        us = None if late() else decode_us(pool, 128, 16384, 32, lengths=lengths, **choice)
+        if us is not None:
+            shape = f"rows 127 kv 512, 1 row kv 16384 {choice or 'default'}"
+            records.append(row("tune", shape, us, bytes_moved=int(lengths.sum()) * TOKEN_BYTES, peak=peak))
+    return records
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times the engine's kernels on a CUDA device.")
-    parser.add_argument("--tune", action="store_true", help="sweep the decode kernel's tiles and splits instead")
+    parser.add_argument(
+        "--tune", action="store_true", help="instead, the tiles, pieces and blocks of decode and sampler"
+    )
     parser.add_argument("--pool-gb", type=float, default=36.0, help="memory for the caches, in GB (default: 36)")
-    parser.add_argument("--seconds", type=float, default=100.0, help="start nothing new after this (default: 100)")
+    parser.add_argument("--seconds", type=float, help="start nothing new after this (default: 100; --tune: 45)")
     args = parser.parse_args()
+    seconds = args.seconds or (45.0 if args.tune else 100.0)
     if not torch.cuda.is_available():
         raise SystemExit("bench_kernels.py needs a CUDA device")
     began = time.monotonic()
 
-    def late(share: float = 1.0) -> bool:
-        return time.monotonic() - began > share * args.seconds
+    def late() -> bool:
+        return time.monotonic() - began > seconds
 
     torch.manual_seed(0)
     free = torch.cuda.mem_get_info()[0]
@@ -279,7 +290,7 @@ def main() -> None:
     peak = copy_bandwidth(pool)
     print(f"{torch.cuda.get_device_name()}: copy {peak / 1e9:.0f} GB/s", flush=True)
     if args.tune:
-        records = tune_decode(pool, peak, late)
+        records = bench_sample(pool, peak, late, tune=True) + tune_decode(pool, peak, late)
     else:
         records = bench_sample(pool, peak, late) + bench_write(pool, peak) + bench_prefill(pool, late)
         records += bench_decode(pool, peak, late)

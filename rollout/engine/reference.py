@@ -16,6 +16,7 @@ from torch import Tensor
 
 _MUL_1 = 0x7FEB352D
 _MUL_2 = 0x846CA68B - 2**32  # as int32
+_MUL_3 = 0x9E3779B1 - 2**32  # as int32
 _GOLDEN = 0x9E3779B9 - 2**32  # as int32
 
 
@@ -183,7 +184,12 @@ def gumbel_noise(
     """
     first = _mix32(key0 ^ _mix32(position + _GOLDEN))  # [rows]
     second = _mix32(key1 + first)
-    bits = _mix32(_mix32(ids ^ first[:, None]) + second[:, None])
+    # Three multiplications, since noise of ids a fixed distance apart would be seen to be related after two.
+    bits = (ids ^ first[:, None]).mul_(_MUL_1)
+    bits ^= (bits >> 15).bitwise_and_(0x1FFFF).bitwise_xor_(second[:, None])
+    bits *= _MUL_2
+    bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
+    bits *= _MUL_3
     uniform = (bits.view(torch.uint32).to(torch.float32) + 0.5) * 2.0**-32
     return uniform.to(dtype).neg_().log1p_().neg_().log_().neg_()
 

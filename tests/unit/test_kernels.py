@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rollout.engine import kernels, reference
-from rollout.engine.kernels.tuning import Tiles, num_splits
+from rollout.engine.kernels.tuning import Tiles, num_splits, split_tokens
 from tests import paged
 
 pytest.importorskip("triton")
@@ -38,7 +38,8 @@ def _check_decode(case: paged.Paged, heads: int, splits: int | None = None, **op
     head_dim = case.kv.shape[-1]
     query = paged.queries(len(case.lengths), heads, head_dim, case.kv, transposed=True)
     tiles = options.pop("tiles", None)
-    split_tokens = options.pop("split_tokens", None)
+    least_programs = options.pop("least_programs", None)
+    piece_tokens = options.pop("split_tokens", None)
     out = decode.paged_decode(
         query,
         case.k_cache,
@@ -49,7 +50,8 @@ def _check_decode(case: paged.Paged, heads: int, splits: int | None = None, **op
         scaling=0.3,
         tiles=tiles,
         splits=splits,
-        split_tokens=split_tokens,
+        split_tokens=piece_tokens,
+        least_programs=least_programs,
         **options,
     )
     assert out.dtype == query.dtype
@@ -70,8 +72,7 @@ def _check_decode(case: paged.Paged, heads: int, splits: int | None = None, **op
 
 
 @on_devices
-@pytest.mark.parametrize("softcap", [0.0, 5.0])
-@pytest.mark.parametrize("window", [0, 1, 17, 100])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (0, 5.0), (1, 0.0), (17, 5.0), (100, 0.0)])
 def test_decode_windows_and_softcap(device: str, window: int, softcap: float) -> None:
     case = paged.make(LENGTHS, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, device=device)
     tiles = Tiles(16, 16, 4, 2, 1)
@@ -104,6 +105,33 @@ def test_decode_shapes(
 
 
 @on_devices
+@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(6, 2, 0), (1, 1, 40)])
+def test_decode_joins_pieces_launch_after_launch(device: str, heads: int, kv_heads: int, window: int) -> None:
+    """Rows of one piece and of many, under more programs and fewer than pieces; counters are zero again after each."""
+    tiles, sizes = Tiles(16, 16, 4, 2, 1), {"splits": 16, "split_tokens": 16}
+    results = []
+    for lengths in ([5, 170, 16, 17], [290, 1, 1]):
+        case = paged.make(lengths, kv_heads=kv_heads, head_dim=16, block_size=16, dtype=torch.float32, device=device)
+        for least_programs in (1, 40):
+            how = {"window": window, "tiles": tiles, "least_programs": least_programs}
+            results.append(_check_decode(case, heads, **how, **sizes))
+            assert not any(bool(counters.any()) for made in decode._made.values() for counters in made)
+        assert torch.equal(results[-1], results[-2])  # who takes a piece makes no difference
+
+
+@on_devices
+def test_counters_grow_without_moving_those_in_use(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_made", {})
+    monkeypatch.setattr(decode, "_LEAST_COUNTERS", 4)
+    few = decode._counters(torch.device(device), 3)
+    assert decode._counters(torch.device(device), 4) is few
+    many = decode._counters(torch.device(device), 5)
+    assert len(many) == 5
+    assert decode._counters(torch.device(device), 2) is many
+    assert any(few is made for (made, _) in decode._made.values())  # graphs may hold its address
+
+
+@on_devices
 def test_decode_does_not_depend_on_how_rows_share_programs(device: str) -> None:
     """A row's own result is the same bits alone as among others, as long as the split rule is the same."""
     tiles, options = Tiles(16, 16, 4, 2, 1), {"splits": 8, "split_tokens": 16}
@@ -130,12 +158,23 @@ def test_decode_padding_rows(device: str) -> None:
     assert torch.allclose(out[1:3], torch.tensor(0.5, device=device))
 
 
-def test_split_choice_is_bounded_and_spreads_few_rows() -> None:
-    for rows in (1, 2, 8, 32, 256, 1024):
-        for kv_heads in (1, 2, 8):
-            splits = num_splits(rows, kv_heads, 132)
-            assert 4 <= splits <= 64
-            assert splits == 64 or rows * kv_heads * splits >= 4 * 132
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32, 64, 256, 1024])
+def test_pieces_fill_the_gpu_and_are_not_small(rows: int, kv_heads: int) -> None:
+    sms, programs = 132, 4 * 132
+    splits, least = num_splits(rows, kv_heads, programs), split_tokens(rows, kv_heads, sms)
+    assert 4 <= splits <= 64
+    assert least in (128, 256, 512, 1024)
+    pairs = rows * kv_heads
+    for length in (512, 1024, 4096, 16384):
+        pieces = min(splits, -(-length // least))
+        # as many pieces as a GPU runs at once at 2,048 positions, or as small as they may be
+        if length >= 2048:
+            assert pieces * pairs >= 2 * sms or pieces == 64 or least == 128
+        assert length // pieces >= 128
+        # rows of a batch that fills the GPU anyhow are whole
+        assert pieces == 1 or length > 1024 or pairs <= 1.5 * sms
+    assert -(-16384 // splits) <= 1024 or pairs > 8 * programs  # no long row is what everyone waits for
 
 
 @on_devices
@@ -247,18 +286,28 @@ def test_the_cpu_engine_does_not_run_in_the_interpreter(monkeypatch: pytest.Monk
 # --- sizes for a GPU alone
 
 
+# NOTE: a combination of dtype, head_dim and window is a kernel to compile, which takes longer than the test.
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("window", [0, 1000])
-@pytest.mark.parametrize("lengths", [[20_000], [16_384, *range(1, 256)], [511, 512, 513, 2047, 2048, 2049, 4096]])
+@pytest.mark.parametrize(
+    ("lengths", "window", "dtype"),
+    [
+        ([20_000], 0, torch.bfloat16),
+        ([16_384, *range(1, 256)], 0, torch.bfloat16),
+        ([511, 512, 513, 2047, 2048, 2049, 4096], 0, torch.bfloat16),
+        ([511, 512, 513, 2047, 2048, 2049, 16_384], 3000, torch.bfloat16),
+        ([511, 512, 513, 2047, 2048, 2049, 4096], 0, torch.float32),
+    ],
+)
 def test_decode_long(lengths: list[int], window: int, dtype: torch.dtype) -> None:
     case = paged.make(lengths, kv_heads=2, head_dim=128, block_size=64, dtype=dtype, device="cuda")
     _check_decode(case, 8, window=window)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(64, torch.bfloat16), (96, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16), (256, torch.float32)],
+)
 def test_decode_many_rows(head_dim: int, dtype: torch.dtype) -> None:
     lengths = torch.randint(1, 400, (1024,), generator=torch.Generator().manual_seed(0)).tolist()
     case = paged.make(lengths, kv_heads=1, head_dim=head_dim, block_size=32, dtype=dtype, device="cuda")
@@ -266,8 +315,10 @@ def test_decode_many_rows(head_dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(64, torch.bfloat16), (96, torch.float16), (128, torch.bfloat16), (192, torch.bfloat16), (64, torch.float32)],
+)
 def test_prefill_long(head_dim: int, dtype: torch.dtype) -> None:
     case = paged.make([3000, 129, 128, 1], kv_heads=2, head_dim=head_dim, block_size=64, dtype=dtype, device="cuda")
     query_start = torch.tensor([0, 3000, 3129, 3257, 3258], dtype=torch.int32, device="cuda")

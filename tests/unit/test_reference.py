@@ -118,7 +118,10 @@ def test_noise_is_the_documented_function() -> None:
         a = mix(int(key0[row]) % 2**32 ^ mix((int(position[row]) + 0x9E3779B9) % 2**32))
         b = mix((int(key1[row]) + a) % 2**32)
         for i, v in enumerate(ids.tolist()):
-            u = (mix((mix(v ^ a) + b) % 2**32) + 0.5) * 2.0**-32
+            x = ((v ^ a) * 0x7FEB352D) % 2**32
+            x = ((x ^ (x >> 15) ^ b) * 0x846CA68B) % 2**32
+            x = ((x ^ (x >> 15)) * 0x9E3779B1) % 2**32
+            u = (x + 0.5) * 2.0**-32
             assert float(noise[row, i]) == pytest.approx(-math.log(-math.log1p(-u)), abs=1e-5)
 
 
@@ -144,6 +147,36 @@ def test_draws_follow_softmax_and_are_independent(varies: str) -> None:
     pairs = (token[:-1].long() * vocab + token[1:]).bincount(minlength=vocab * vocab)
     frequency = token.long().bincount(minlength=vocab) / draws
     assert _chi_squared(pairs, torch.outer(frequency, frequency).flatten() * (draws - 1)) < 127
+
+
+@pytest.mark.parametrize("varies", ["position", "key0", "key1", "ids"])
+def test_noise_of_neighbours_is_independent(varies: str) -> None:
+    """Of keys and positions one apart, and of ids a few apart: no correlation, and no pattern in pairs of values."""
+    # Enough to see what two multiplications instead of three would leave of ids that are three apart.
+    rows, vocab, bins = (64, 131_072, 256) if varies == "ids" else (65, 32_768, 64)
+    one = torch.full((rows,), 12345, dtype=torch.int32)
+    count = torch.arange(rows, dtype=torch.int32)
+    keys = [count if name == varies else one for name in ("key0", "key1", "position")]
+    if varies == "ids":
+        keys = [*_keys(rows), one]
+    noise = reference.gumbel_noise(*keys, torch.arange(vocab, dtype=torch.int32), dtype=torch.float64)
+    uniform = -torch.expm1(-torch.exp(-noise))  # [rows, vocab]
+    place = (uniform * bins).long().clamp_max(bins - 1)
+    assert abs(float(uniform.mean()) - 0.5) < 5 * (12 * uniform.numel()) ** -0.5
+    lags = (1, 2, 3, 1024) if varies == "ids" else (1, 2)
+    for lag in lags:
+        if varies == "ids":
+            first, second, u, v = place[:, :-lag], place[:, lag:], uniform[:, :-lag], uniform[:, lag:]
+        else:
+            first, second, u, v = place[:-lag], place[lag:], uniform[:-lag], uniform[lag:]
+        correlation = 12 * ((u - 0.5) * (v - 0.5)).mean()
+        assert abs(float(correlation)) < 5 * u.numel() ** -0.5
+        counts = (first * bins + second).flatten().bincount(minlength=bins * bins)
+        freedom = bins * bins - 1
+        assert abs(_chi_squared(counts, torch.tensor(u.numel() / bins**2)) - freedom) < 5 * math.sqrt(2 * freedom)
+    if varies != "ids":  # where the largest noise is, which is what decides draws
+        largest = noise.argmax(-1)
+        assert (largest[1:] != largest[:-1]).all()
 
 
 def test_a_draw_depends_on_its_keys_and_position_alone() -> None:

@@ -1,9 +1,10 @@
 """Triton: attention of one query a row over its paged KV.
 
-Owns the decode kernel and its combine kernel. A row's KV is cut into pieces, at places that depend on nothing but the
-row's own length and the batch's size, so a row's result does not depend on its neighbours. A fixed number of persistent
-programs deal the pieces of all rows among themselves: no program is launched for a piece that does not exist, and a
-long row among short ones is shared by many. The query heads of a kv head go through its keys and values together.
+Owns the decode kernel. A row's KV is cut into pieces, at places that depend on nothing but the row's own length and
+the batch's size, so a row's result does not depend on its neighbours. Every row's first piece has a program of its own,
+which knows its place without looking at other rows; the pieces beyond that, which long rows alone have, are dealt among
+all programs. The last piece of a row to end joins them all. The query heads of a kv head go through its keys and values
+together. Refuses to run twice at once on one stream's counters, as two streams replaying graphs of one would.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from torch import Tensor
 from rollout.engine.kernels import tuning
 from rollout.engine.kernels.kv_write import check_cache
 
+_LEAST_COUNTERS = 1 << 14  # covers 1,024 rows of 16 kv heads
+
 
 @triton.jit
-def _cut(at, splits, split_tiles, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First tile, tiles, tiles a piece and pieces of a row (or rows) whose last position is `at`."""
+def _cut(at, splits, split_shift, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First tile, tiles and pieces of a row (or rows) whose last position is `at`.
+
+    No piece has more tiles than 2**split_shift, unless the row would have more pieces than `splits`.
+    """
     if WINDOW > 0:
         low = tl.maximum(at - (WINDOW - 1), 0) // BLOCK_N
     else:
         low = at * 0
     tiles = at // BLOCK_N + 1 - low
-    wanted = tl.minimum((tiles + split_tiles - 1) // split_tiles, splits)
-    piece = (tiles + wanted - 1) // wanted
-    return low, tiles, piece, (tiles + piece - 1) // piece
+    return low, tiles, tl.minimum((tiles + (1 << split_shift) - 1) >> split_shift, splits)
 
 
 @triton.jit
@@ -67,7 +71,51 @@ def _soft_limit(x, limit):
     return limit - 2.0 * limit / (tl.exp2(x * (2.0 * 1.4426950408889634 / limit)) + 1.0)
 
 
-@triton.jit(do_not_specialize=["rows", "table_stride", "splits", "split_tiles"])
+@triton.jit
+def _join(
+    partial,
+    partial_lse,
+    out,
+    pair,
+    pieces,
+    splits,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Attention of a pair of row and kv head from that of its pieces, which other programs have just written."""
+    member = tl.arange(0, PADDED_GROUP)
+    dim = tl.arange(0, PADDED_DIM)
+    mask = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    top = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED_GROUP], tl.float32)
+    acc = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
+    start_of = pair.to(tl.int64) * splits * GROUP
+    partial += start_of * HEAD_DIM
+    partial_lse += start_of
+    for start in range(0, pieces, CHUNK):
+        split = start + tl.arange(0, CHUNK)
+        place = split[:, None] * GROUP + member[None, :]  # [CHUNK, PADDED_GROUP]
+        real = (split < pieces)[:, None] & (member < GROUP)[None, :]
+        # NOTE: .cg goes past the L1 cache, which may hold lines from before the other programs wrote.
+        lse = tl.load(partial_lse + place, mask=real, other=float("-inf"), cache_modifier=".cg")
+        cells = place[:, :, None] * HEAD_DIM + dim[None, None, :]
+        cell_mask = (split < pieces)[:, None, None] & mask[None, :, :]
+        part = tl.load(partial + cells, mask=cell_mask, other=0.0, cache_modifier=".cg")
+        top_next = tl.maximum(top, tl.max(lse, 0))
+        decay = tl.exp2(top - top_next)
+        weights = tl.exp2(lse - top_next[None, :])
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * part, 0)
+        top = top_next
+    result = acc / total[:, None]
+    cells_out = (pair.to(tl.int64) * GROUP + member)[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(out + cells_out, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "table_stride", "splits", "split_shift"])
 def _decode_kernel(
     query,
     k_cache,
@@ -76,8 +124,9 @@ def _decode_kernel(
     token_row,
     position,
     out,  # [rows, heads, head_dim]
-    partial,  # float32 [rows, heads, splits, head_dim]
-    partial_lse,  # float32 [rows, heads, splits], base 2
+    partial,  # float32 [rows, kv_heads, splits, group, head_dim]
+    partial_lse,  # float32 [rows, kv_heads, splits, group], base 2
+    ended,  # int32 [at least rows * kv_heads], pieces that have ended; all 0 before and after
     rows,
     query_row_stride,
     query_head_stride,
@@ -85,7 +134,7 @@ def _decode_kernel(
     cache_head_stride,
     table_stride,
     splits,
-    split_tiles,
+    split_shift,
     scaling,
     softcap,
     KV_HEADS: tl.constexpr,
@@ -94,32 +143,50 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,  # whether a row may have more pieces than one
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    JOIN_CHUNK: tl.constexpr,
 ):
-    lane = tl.arange(0, PADDED_ROWS)
-    every = tl.load(position + lane, mask=lane < rows, other=0)
-    _, _, _, pieces = _cut(every, splits, split_tiles, WINDOW, BLOCK_N)
-    pieces = tl.where(lane < rows, pieces, 0)
-    pieces_until = tl.cumsum(pieces, 0)  # inclusive
-    items = tl.sum(pieces, 0) * KV_HEADS
+    # Items are first all first pieces, then all others; of each, neighbours are the kv heads of one piece. What the
+    # program's own first item needs is asked for before the others are counted, so that it does not wait for them.
+    program = tl.program_id(0)
+    pairs = rows * KV_HEADS
+    row = tl.minimum(program // KV_HEADS, rows - 1)
+    at = tl.load(position + row)
+    sequence = tl.load(token_row + row)
+    items = pairs
+    if SPLIT:
+        lane = tl.arange(0, PADDED_ROWS)
+        every = tl.load(position + lane, mask=lane < rows, other=0)
+        _, _, pieces = _cut(every, splits, split_shift, WINDOW, BLOCK_N)
+        items += tl.sum(tl.where(lane < rows, pieces - 1, 0), 0) * KV_HEADS
 
     dim = tl.arange(0, PADDED_DIM)
     member = tl.arange(0, BLOCK_M)  # of the group of query heads
     query_mask = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
 
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        nth = item // KV_HEADS  # piece of the batch; neighbours in time are the kv heads of one piece
+    for item in range(program, items, tl.num_programs(0)):
         kv_head = item % KV_HEADS
-        row = tl.sum((pieces_until <= nth).to(tl.int32), 0)
-        split = nth - tl.max(tl.where(pieces_until <= nth, pieces_until, 0), 0)
-        at = tl.load(position + row)
-        table = block_table + tl.load(token_row + row).to(tl.int64) * table_stride
-        low, tiles, piece, row_pieces = _cut(at, splits, split_tiles, WINDOW, BLOCK_N)
-        first = low + split * piece
-        last = tl.minimum(first + piece, low + tiles)
+        split = item * 0
+        if SPLIT:
+            if item >= pairs:
+                nth = (item - pairs) // KV_HEADS
+                lane = tl.arange(0, PADDED_ROWS)
+                every = tl.load(position + lane, mask=lane < rows, other=0)
+                _, _, pieces = _cut(every, splits, split_shift, WINDOW, BLOCK_N)
+                until = tl.cumsum(tl.where(lane < rows, pieces - 1, 0), 0)  # inclusive
+                row = tl.sum((until <= nth).to(tl.int32), 0)
+                split = 1 + nth - tl.max(tl.where(until <= nth, until, 0), 0)
+                at = tl.load(position + row)
+                sequence = tl.load(token_row + row)
+        table = block_table + sequence.to(tl.int64) * table_stride
+        low, tiles, row_pieces = _cut(at, splits, split_shift, WINDOW, BLOCK_N)
+        first = low + split * tiles // row_pieces
+        last = low + (split + 1) * tiles // row_pieces
 
         head = kv_head * GROUP + member
         head_offset = kv_head * cache_head_stride
@@ -157,54 +224,24 @@ def _decode_kernel(
             block = block_next
 
         result = acc / total[:, None]
-        place_out = row.to(tl.int64) * (KV_HEADS * GROUP) + head  # [BLOCK_M]
-        if row_pieces == 1:
-            cells_out = place_out[:, None] * HEAD_DIM + dim[None, :]
+        pair = row * KV_HEADS + kv_head
+        if (not SPLIT) or row_pieces == 1:
+            cells_out = (row.to(tl.int64) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dim[None, :]
             tl.store(out + cells_out, result.to(out.dtype.element_ty), mask=query_mask)
         else:
-            place_part = place_out * splits + split
-            tl.store(partial + place_part[:, None] * HEAD_DIM + dim[None, :], result, mask=query_mask)
-            tl.store(partial_lse + place_part, top + tl.log2(total), mask=member < GROUP)
-
-
-@triton.jit(do_not_specialize=["splits", "split_tiles"])
-def _combine_kernel(
-    partial,
-    partial_lse,
-    position,
-    out,
-    splits,
-    split_tiles,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EACH: tl.constexpr,  # heads a program
-):
-    row = tl.program_id(0)
-    _, _, _, pieces = _cut(tl.load(position + row), splits, split_tiles, WINDOW, BLOCK_N)
-    if pieces > 1:
-        dim = tl.arange(0, PADDED_DIM)
-        for nth in range(EACH):
-            place = row.to(tl.int64) * HEADS + tl.program_id(1) * EACH + nth
-            top = tl.max(tl.full([CHUNK], float("-inf"), tl.float32), 0)
-            total = tl.sum(tl.zeros([CHUNK], tl.float32), 0)
-            acc = tl.zeros([PADDED_DIM], tl.float32)
-            for start in range(0, pieces, CHUNK):
-                split = start + tl.arange(0, CHUNK)
-                lse = tl.load(partial_lse + place * splits + split, mask=split < pieces, other=float("-inf"))
-                cells = (place * splits + split)[:, None] * HEAD_DIM + dim[None, :]
-                mask = (split < pieces)[:, None] & (dim < HEAD_DIM)[None, :]
-                part = tl.load(partial + cells, mask=mask, other=0.0)
-                top_next = tl.maximum(top, tl.max(lse, 0))
-                decay = tl.exp2(top - top_next)
-                weights = tl.exp2(lse - top_next)
-                total = total * decay + tl.sum(weights, 0)
-                acc = acc * decay + tl.sum(weights[:, None] * part, 0)
-                top = top_next
-            tl.store(out + place * HEAD_DIM + dim, (acc / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+            place = (pair.to(tl.int64) * splits + split) * GROUP + member
+            tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], result, mask=query_mask)
+            tl.store(partial_lse + place, top + tl.log2(total), mask=member < GROUP)
+            # One thread counts for the program: barriers make that release the stores, and acquire the loads, of all.
+            tl.debug_barrier()
+            before = tl.atomic_add(ended + pair, 1, sem="acq_rel")
+            tl.debug_barrier()
+            if before == row_pieces - 1:
+                _join(
+                    partial, partial_lse, out, pair, row_pieces, splits, GROUP, HEAD_DIM, PADDED_GROUP, PADDED_DIM,
+                    JOIN_CHUNK,
+                )  # fmt: skip
+                tl.store(ended + pair, 0)
 
 
 def paged_decode(
@@ -221,26 +258,36 @@ def paged_decode(
     tiles: tuning.Tiles | None = None,
     splits: int | None = None,
     split_tokens: int | None = None,
+    least_programs: int | None = None,
 ) -> Tensor:
     """Attention of one query a row over the row's cache. See `reference.paged_decode`.
 
-    `tiles`, `splits` (the most pieces a row may be cut into) and `split_tokens` (KV positions below which a piece is
-    not cut) stand in for the choices of `tuning`, for measurements.
+    `tiles`, `splits` (the most pieces a row may be cut into), `split_tokens` (KV positions below which a piece is not
+    cut) and `least_programs` (launched, where there are pieces for them) stand in for the choices of `tuning`, for
+    measurements.
     """
     rows, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
     check_cache(k_cache, v_cache)
     assert query.stride(-1) == 1 and heads % kv_heads == 0
-    sms = tuning.sm_count(query.device)
+    device = query.device
+    out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=device)
+    if rows == 0:
+        return out
+    group, pairs = heads // kv_heads, rows * kv_heads
     tiles = tiles or tuning.decode_tiles(head_dim, query.element_size())
-    splits = splits or tuning.num_splits(rows, kv_heads, sms)
-    split_tiles = max(1, (split_tokens or tuning.split_tokens(rows, kv_heads, sms)) // tiles.block_n)
-    group = heads // kv_heads
+    programs = least_programs or tuning.sm_count(device) * tiles.programs_per_sm
+    split_tokens = split_tokens or tuning.split_tokens(rows, kv_heads, tuning.sm_count(device))
+    split_shift = max(1, split_tokens // tiles.block_n).bit_length() - 1
+    # What a row of the table can hold, or a window can see, has no more pieces than this. One tile more: a window may
+    # begin and end inside of tiles.
+    most_tiles = triton.cdiv(min(window or 2**31, block_table.shape[1] * block_size), tiles.block_n) + (window > 0)
+    splits = min(splits or tuning.num_splits(rows, kv_heads, programs), triton.cdiv(most_tiles, 1 << split_shift))
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
-    partial = torch.empty((rows, heads, splits, head_dim) if splits > 1 else (1,), device=query.device)
-    partial_lse = torch.empty((rows, heads, splits) if splits > 1 else (1,), device=query.device)
-    _decode_kernel[(min(sms * tiles.programs_per_sm, rows * kv_heads * splits),)](
+    padded_group = triton.next_power_of_2(group)
+    partial = torch.empty((pairs, splits, group, head_dim) if splits > 1 else (1,), device=device)
+    partial_lse = torch.empty((pairs, splits, group) if splits > 1 else (1,), device=device)
+    _decode_kernel[(max(pairs, min(programs, pairs * splits)),)](
         query,
         k_cache,
         v_cache,
@@ -250,6 +297,7 @@ def paged_decode(
         out,
         partial,
         partial_lse,
+        _counters(device, pairs),
         rows,
         query.stride(0),
         query.stride(1),
@@ -257,7 +305,7 @@ def paged_decode(
         k_cache.stride(1),
         block_table.stride(0),
         splits,
-        split_tiles,
+        split_shift,
         scaling,
         softcap,
         KV_HEADS=kv_heads,
@@ -266,30 +314,34 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         WINDOW=window,
         SOFTCAP=softcap > 0.0,
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        SPLIT=splits > 1,
+        BLOCK_M=max(16, padded_group),
         BLOCK_N=tiles.block_n,
         PADDED_DIM=padded_dim,
-        PADDED_ROWS=max(32 * tiles.warps, triton.next_power_of_2(rows)),
+        PADDED_ROWS=max(32 * tiles.warps, triton.next_power_of_2(rows)) if splits > 1 else 1,
+        PADDED_GROUP=padded_group,
+        # pieces that are joined at a time: 64 values a thread
+        JOIN_CHUNK=max(1, min(16, 2048 * tiles.warps // (padded_group * padded_dim))),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    if splits > 1:
-        # Most rows of a large batch have one piece and nothing to join, so fewer programs find that out.
-        each = group if rows * heads > 32 * sms else 1
-        _combine_kernel[(rows, heads // each)](
-            partial,
-            partial_lse,
-            position,
-            out,
-            splits,
-            split_tiles,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            WINDOW=window,
-            BLOCK_N=tiles.block_n,
-            PADDED_DIM=padded_dim,
-            CHUNK=8,
-            EACH=each,
-            num_warps=2 if padded_dim <= 128 else 4,
-        )
     return out
+
+
+_made: dict[tuple[torch.device, int], list[Tensor]] = {}
+
+
+def _counters(device: torch.device, pairs: int) -> Tensor:
+    """The current stream's counters of ended pieces, int32 [at least pairs], zero whenever no kernel runs.
+
+    Graphs hold their addresses, so none is ever freed, nor may one be born in a graph's own memory: a shape's first
+    call is an eager one on the stream that captures it.
+    """
+    on_cuda = device.type == "cuda"
+    made = _made.setdefault((device, torch.cuda.current_stream(device).cuda_stream if on_cuda else 0), [])
+    if not made or made[-1].numel() < pairs:
+        assert not (on_cuda and torch.cuda.is_current_stream_capturing()), (
+            "paged_decode was not warmed up on its stream"
+        )
+        made.append(torch.zeros(max(pairs, _LEAST_COUNTERS), dtype=torch.int32, device=device))
+    return made[-1]

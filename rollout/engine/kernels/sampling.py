@@ -1,8 +1,11 @@
 """Triton: draw a token a row and take its logprob, in one pass over the logits.
 
 Owns the unfiltered sampler. Programs share a row's vocabulary; each keeps the maximum and the sum that a log-softmax
-needs and its best noisy logit; a second small kernel joins them. The noise is `reference.gumbel_noise`, bit for bit up
-to the rounding of its logarithms.
+needs and its best noisy logit; a second small kernel joins them, and looks for the token in the one chunk that won. The
+noise is `reference.gumbel_noise`, bit for bit up to the rounding of its logarithms.
+
+At hundreds of rows the pass is bound by arithmetic, not by memory: hence the cheap logarithms, all to base 2, and no
+token ids in it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.engine.kernels import tuning
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -25,15 +31,35 @@ def _mix32(x):
 
 
 @triton.jit
-def _gumbel(key0, key1, position, ids):
-    """Gumbel noise of vocabulary ids, for keys and a position that are scalars."""
-    first = _mix32(key0.to(tl.uint32, bitcast=True) ^ _mix32(position.to(tl.uint32, bitcast=True) + 0x9E3779B9))
-    second = _mix32(key1.to(tl.uint32, bitcast=True) + first)
-    bits = _mix32(_mix32(ids.to(tl.uint32, bitcast=True) ^ first) + second)
-    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    # -log1p(-u): a series where 1 - u would round u away, and it is small u that make the largest noise
-    series = u * (1.0 + u * (0.5 + u * (0.3333333333 + u * 0.25)))
-    return -tl.log(tl.where(u < 0.03125, series, -tl.log(1.0 - u)))
+def _log2(x):
+    """The hardware's logarithm, good to 22 bits. tl.log2 is good to the last, in ten times as many instructions."""
+    if _INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _exponential2(first, second, ids):
+    """Exponential variates of vocabulary ids over log(2), for a row's two words."""
+    x = (ids.to(tl.uint32, bitcast=True) ^ first) * 0x7FEB352D
+    x = (x ^ (x >> 15) ^ second) * 0x846CA68B
+    x = (x ^ (x >> 15)) * 0x9E3779B1
+    u = x.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    # -log2(1 - u): a series where 1 - u would round u away, and it is small u that make the largest noise
+    series = u * (1.4426950408889634 + u * (0.7213475204444817 + u * 0.4808983469629878))
+    return tl.where(u < 0.015625, series, tl.abs(_log2(1.0 - u)))
+
+
+@triton.jit
+def _noisy(x, base, scale, heat, row, key0, key1, position, ids):
+    """Logits over temperature plus Gumbel noise, over log(2) and relative to the base. Greedy: the logits."""
+    noisy = x
+    if heat > 0.0:
+        counter = tl.load(position + row).to(tl.uint32, bitcast=True) + 0x9E3779B9
+        first = _mix32(tl.load(key0 + row).to(tl.uint32, bitcast=True) ^ _mix32(counter))
+        second = _mix32(tl.load(key1 + row).to(tl.uint32, bitcast=True) + first)
+        noisy = (x - base) * scale - _log2(_exponential2(first, second, ids))
+    return noisy
 
 
 @triton.jit
@@ -43,10 +69,9 @@ def _sample_kernel(
     key1,
     position,
     temperature,
-    maxima,  # float32 [rows, chunks]
-    sums,  # float32 [rows, chunks], of exp(x - maximum)
-    bests,  # float32 [rows, chunks], noisy
-    best_ids,  # int32 [rows, chunks]
+    maxima,  # float32 [rows, chunks], of the logits
+    sums,  # float32 [rows, chunks], of exp((x - maximum) / temperature)
+    bests,  # float32 [rows, chunks], noisy and relative to the maximum, or the maximum itself where greedy
     row_stride,
     vocab,
     BLOCK: tl.constexpr,
@@ -55,36 +80,35 @@ def _sample_kernel(
     row = tl.program_id(1)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     heat = tl.load(temperature + row)
-    scale = 1.0 / tl.where(heat > 0.0, heat, 1.0)
-    x = tl.load(logits + row.to(tl.int64) * row_stride + ids, mask=ids < vocab, other=float("-inf"))
-    x = x.to(tl.float32) * scale
+    scale = _LOG2_E / tl.where(heat > 0.0, heat, 1.0)
+    x = tl.load(logits + row.to(tl.int64) * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
     maximum = tl.max(x, 0)
     # A NaN makes the sum NaN, and so does +inf; a chunk that is -inf throughout must not.
-    total = tl.sum(tl.exp(x - tl.where(maximum == float("-inf"), 0.0, maximum)), 0)
-    if heat > 0.0:
-        x = x + _gumbel(tl.load(key0 + row), tl.load(key1 + row), tl.load(position + row), ids)
-    best = tl.max(x, 0)
-    best_id = tl.min(tl.where(x == best, ids, 2147483647), 0)
+    base = tl.where(maximum == float("-inf"), 0.0, maximum)
+    total = tl.sum(tl.exp2((x - base) * scale), 0)
+    best = tl.max(_noisy(x, base, scale, heat, row, key0, key1, position, ids), 0)
     place = row * tl.num_programs(0) + chunk
     tl.store(maxima + place, maximum)
     tl.store(sums + place, total)
     tl.store(bests + place, best)
-    tl.store(best_ids + place, best_id)
 
 
 @triton.jit
 def _join_kernel(
     logits,
+    key0,
+    key1,
+    position,
     temperature,
     maxima,
     sums,
     bests,
-    best_ids,
     token,  # int32 [rows]
     logprob,  # float32 [rows]
     row_stride,
     vocab,
     chunks,
+    BLOCK: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -94,21 +118,40 @@ def _join_kernel(
     maximum_of = tl.load(maxima + place, mask=mask, other=float("-inf"))
     sum_of = tl.load(sums + place, mask=mask, other=0.0)
     best_of = tl.load(bests + place, mask=mask, other=float("-inf"))
-    id_of = tl.load(best_ids + place, mask=mask, other=2147483647)
-    maximum = tl.max(maximum_of, 0)
-    total = tl.sum(sum_of * tl.exp(maximum_of - tl.where(maximum == float("-inf"), 0.0, maximum)), 0)
-    chosen = tl.min(tl.where(best_of == tl.max(best_of, 0), id_of, 2147483647), 0)
-    chosen = tl.minimum(chosen, vocab - 1)  # an all-NaN row has no best id; it must not be followed out of the row
     heat = tl.load(temperature + row)
-    scale = 1.0 / tl.where(heat > 0.0, heat, 1.0)
-    x = tl.load(logits + row.to(tl.int64) * row_stride + chosen).to(tl.float32) * scale
-    result = x - maximum - tl.log(total)
+    divisor = tl.where(heat > 0.0, heat, 1.0)
+    scale = _LOG2_E / divisor
+    maximum = tl.max(maximum_of, 0)
+    base = tl.where(maximum == float("-inf"), 0.0, maximum)
+    above = (maximum_of - base) * scale
+    total = tl.sum(sum_of * tl.exp2(above), 0)
+    best_of = tl.where(heat > 0.0, best_of + above, best_of)
+    # NOTE: an all-NaN row has no best chunk, and no best id; neither may be followed out of the row.
+    chunk = tl.min(tl.where(best_of == tl.max(best_of, 0), lane, 2147483647), 0)
+    ids = tl.minimum(chunk, chunks - 1) * BLOCK + tl.arange(0, BLOCK)
+    start = logits + row.to(tl.int64) * row_stride
+    x = tl.load(start + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    noisy = _noisy(x, base, scale, heat, row, key0, key1, position, ids)
+    chosen = tl.minimum(tl.min(tl.where(noisy == tl.max(noisy, 0), ids, 2147483647), 0), vocab - 1)
+    result = (tl.load(start + chosen).to(tl.float32) - base) / divisor - tl.log(total)
     tl.store(logprob + row, result)
     tl.store(token + row, tl.where(result == result, chosen, 0))
 
 
-def sample(logits: Tensor, key0: Tensor, key1: Tensor, position: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token a row, with its logprob under the full distribution. See `reference.sample`."""
+def sample(
+    logits: Tensor,
+    key0: Tensor,
+    key1: Tensor,
+    position: Tensor,
+    temperature: Tensor,
+    *,
+    block: int | None = None,
+    warps: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw a token a row, with its logprob under the full distribution. See `reference.sample`.
+
+    `block` (vocabulary ids a program takes) and `warps` stand in for the choices of `tuning`, for measurements.
+    """
     rows, vocab = logits.shape
     device = logits.device
     token = torch.empty(rows, dtype=torch.int32, device=device)
@@ -116,10 +159,10 @@ def sample(logits: Tensor, key0: Tensor, key1: Tensor, position: Tensor, tempera
     if rows == 0:
         return token, logprob
     assert logits.stride(1) == 1
-    block = tuning.sample_block(rows, vocab, tuning.sm_count(device))
+    block = block or tuning.sample_block(rows, vocab, tuning.sm_count(device))
+    warps = warps or max(1, block // 1024)
     chunks = triton.cdiv(vocab, block)
     maxima, sums, bests = torch.empty((3, rows, chunks), dtype=torch.float32, device=device)
-    best_ids = torch.empty((rows, chunks), dtype=torch.int32, device=device)
     _sample_kernel[(chunks, rows)](
         logits,
         key0,
@@ -129,25 +172,27 @@ def sample(logits: Tensor, key0: Tensor, key1: Tensor, position: Tensor, tempera
         maxima,
         sums,
         bests,
-        best_ids,
         logits.stride(0),
         vocab,
         BLOCK=block,
-        num_warps=max(1, block // 512),
+        num_warps=warps,
     )
     _join_kernel[(rows,)](
         logits,
+        key0,
+        key1,
+        position,
         temperature,
         maxima,
         sums,
         bests,
-        best_ids,
         token,
         logprob,
         logits.stride(0),
         vocab,
         chunks,
+        BLOCK=block,
         PADDED_CHUNKS=triton.next_power_of_2(chunks),
-        num_warps=1,
+        num_warps=4,
     )
     return token, logprob

@@ -19,17 +19,15 @@ class Tiles(NamedTuple):
     block_n: int  # KV positions a tile
     warps: int
     stages: int  # tiles in flight
-    programs_per_sm: int = 1  # persistent programs (decode only)
+    programs_per_sm: int = 1  # programs that run at once (decode only)
 
 
 # (largest head_dim, element bytes) -> tiles, smallest first. Those for head_dim 128 and 2 bytes are what
-# recipes/bench_kernels.py --tune sweeps.
-# NOTE: pieces are dealt in advance, so programs_per_sm must not pass what fits: registers and shared memory allow
-# three programs of 72 KB and 138 registers a thread.
+# recipes/bench_kernels.py --tune sweeps. programs_per_sm is what registers and shared memory let run at once.
 _DECODE = {
-    (64, 2): Tiles(16, 64, 4, 4, 3),
-    (128, 2): Tiles(16, 64, 4, 3, 3),
-    (256, 2): Tiles(16, 32, 4, 3, 2),
+    (64, 2): Tiles(16, 64, 2, 3, 4),
+    (128, 2): Tiles(16, 64, 2, 2, 4),
+    (256, 2): Tiles(16, 32, 2, 2, 4),
     (64, 4): Tiles(16, 64, 4, 2, 2),
     (128, 4): Tiles(16, 32, 4, 2, 2),
     (256, 4): Tiles(16, 16, 4, 2, 2),
@@ -54,21 +52,23 @@ def prefill_tiles(head_dim: int, itemsize: int) -> Tiles:
     return _look_up(_PREFILL, head_dim, itemsize)
 
 
-def num_splits(rows: int, kv_heads: int, sm_count: int) -> int:
-    """The most pieces a row's KV is cut into.
+def num_splits(rows: int, kv_heads: int, programs: int) -> int:
+    """The most pieces a row's KV is cut into, on a GPU that runs that many programs at once.
 
-    A function of the batch's size and never of KV lengths. One long row must be able to fill the GPU by itself, and
-    among many short ones it must not be what everyone waits for; beyond that, splits only cost workspace.
+    A function of the batch's size and never of KV lengths. The rows of a small batch must be able to fill the GPU; in
+    a large one a row of 16K positions must not be what everyone waits for, and beyond that, pieces only cost memory.
     """
     pairs = rows * kv_heads
-    least = 8 if pairs <= 32 * sm_count else 4
-    return max(least, min(64, _power_of_two(-(-16 * sm_count // pairs))))
+    return max(16 if pairs <= 8 * programs else 4, min(64, programs // pairs))
 
 
 def split_tokens(rows: int, kv_heads: int, sm_count: int) -> int:
-    """The KV positions below which a piece is not cut further: shorter ones where programs are scarce."""
-    pairs = rows * kv_heads
-    return 512 if pairs >= 8 * sm_count else 256 if pairs >= sm_count else 128
+    """The KV positions below which a piece is not cut further.
+
+    Pieces take time to begin and to join, so they are as long as they can be: rows of 1,024 positions give an SM two
+    pieces, which is about where memory bandwidth is all used.
+    """
+    return min(1024, max(128, _power_of_two(512 * rows * kv_heads // sm_count)))
 
 
 def sample_block(rows: int, vocab: int, sm_count: int) -> int:
