@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
 # recipes/bench_kernels.py --tune sweeps. programs_per_sm is what registers and shared memory let run at once.
 _DECODE = {
     (64, 2): Tiles(16, 64, 2, 3, 4),
-    (128, 2): Tiles(16, 64, 2, 2, 4),
+    (128, 2): Tiles(16, 32, 2, 3, 4),
     (256, 2): Tiles(16, 32, 2, 2, 4),
     (64, 4): Tiles(16, 64, 4, 2, 2),
     (128, 4): Tiles(16, 32, 4, 2, 2),
