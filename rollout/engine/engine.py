@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import nn
 
 from rollout.config import EngineConfig
@@ -293,8 +292,6 @@ class Engine:
             self.kv_memory.sleep()
             self.own_weights.sleep()
             self.asleep = True
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
         return ended
 
     def wake(self) -> None:

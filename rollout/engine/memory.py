@@ -88,6 +88,7 @@ class KVMemory:
         self.blocks = min(self._asked(free) // self.block_bytes, self.most_blocks)
         """Blocks that are there, the scratch block included."""
         self._check_first(free)
+        self._first_blocks = self.blocks
         least = row_blocks + 1
         if config.kv_cache_min_bytes is not None:
             least = -(-config.kv_cache_min_bytes // self.block_bytes)
@@ -145,7 +146,8 @@ class KVMemory:
         self.blocks = 0
 
     def wake(self, waiting_blocks: int, *, spare_bytes: int = 0) -> int:
-        """Takes what is free now: what the configuration asks for, or less, down to a minimum.
+        """Takes what the configuration asks for of what is free now, and no less than at the start if that is free;
+        else less, down to a minimum.
 
         Args:
             waiting_blocks: what those who wait need at the least, the scratch block included.
@@ -157,12 +159,18 @@ class KVMemory:
         Raises:
             torch.OutOfMemoryError: the minimum isn't free. Nothing has changed.
         """
+        least = min(max(self.least_blocks, waiting_blocks), self.most_blocks)
+        # NOTE: what PyTorch keeps at hand is the learner's activations, as a rule. Taking them from it costs more than
+        # mapping does, now and when the learner allocates them anew: so only if there is no other way.
+        free = max(0, device_free_bytes(self.device) - spare_bytes)
+        blocks = min(max(self._asked(free) // self.block_bytes, self._first_blocks, least), self.most_blocks)
+        if self._size(blocks) <= free:
+            return self._take(blocks)
         free = max(0, free_bytes(self.device) - spare_bytes)
         asked = self._asked(free)
         offered = asked if asked <= free else int(free * SHARE_WHEN_SHORT)
-        least = min(max(self.least_blocks, waiting_blocks), self.most_blocks)
         blocks = min(max(offered // self.block_bytes, least), self.most_blocks)
-        if round_up(blocks * self.block_bytes, self._range.granularity) > free:
+        if self._size(blocks) > free:
             raise torch.OutOfMemoryError(
                 f"the KV cache can't be mapped: {asked} bytes are asked for, {least * self.block_bytes} are the least "
                 f"that the engine can work with, and {free} are free"
@@ -170,9 +178,16 @@ class KVMemory:
                 "and wake it again (the least is EngineConfig.kv_cache_min_bytes, or one sequence of max_model_len, "
                 "and what the longest waiting request needs)"
             )
+        return self._take(blocks)
+
+    def _take(self, blocks: int) -> int:
         self._range.map(blocks * self.block_bytes)
         self.blocks = blocks
         return blocks
+
+    def _size(self, blocks: int) -> int:
+        """Memory that so many blocks take, in bytes."""
+        return round_up(blocks * self.block_bytes, self._range.granularity)
 
     def close(self) -> None:
         """Gives the memory back for good."""
@@ -238,8 +253,8 @@ class OwnWeights:
             yield
             return
         assert self._range is not None
-        needed, free = self._range.reserved_bytes, free_bytes(self.device)
-        if needed > free:
+        needed = self._range.reserved_bytes
+        if needed > device_free_bytes(self.device) and needed > (free := free_bytes(self.device)):
             raise torch.OutOfMemoryError(
                 f"the engine's own weights can't be mapped: they take {needed} bytes, and {free} are free. "
                 "Free memory and exchange again; before wake(), the KV cache takes none"
