@@ -73,6 +73,8 @@ def test_silu_mul(device: str, dtype: torch.dtype) -> None:
         (4, 2, 16, False, True, True),
         (2, 2, 48, False, False, False),
         (2, 1, 16, True, True, True),
+        (16, 8, 16, True, True, True),
+        (12, 4, 16, False, True, True),
     ],
 )
 def test_rope_write(

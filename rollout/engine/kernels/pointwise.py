@@ -7,6 +7,8 @@ compute in float32, and round where the Hugging Face module rounds.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -127,12 +129,13 @@ def _rope_write_kernel(
     NORM: tl.constexpr,
     ROPE: tl.constexpr,
     HALF: tl.constexpr,
+    TILE: tl.constexpr,  # heads a program; divides HEADS and KV_HEADS
 ):
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)  # queries, then keys, then values
+    head = tl.program_id(1) * TILE  # queries, then keys, then values
     dtype = out.dtype.element_ty
     lane = tl.arange(0, HALF)
-    mask = lane < HEAD_DIM // 2
+    lane_mask = lane < HEAD_DIM // 2
     at = tl.load(position + token)
     if head < HEADS:
         source, bias, norm, nth = q, q_bias, q_norm, head
@@ -143,8 +146,10 @@ def _rope_write_kernel(
     else:
         source, bias, norm, nth = v, v_bias, k_norm, head - HEADS - KV_HEADS
         token_stride = v_stride
-    low = nth * HEAD_DIM + lane
+    heads = nth + tl.arange(0, TILE)
+    low = heads[:, None] * HEAD_DIM + lane[None, :]  # [TILE, HALF]
     high = low + HEAD_DIM // 2
+    mask = lane_mask[None, :]
     a = tl.load(source + token * token_stride + low, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(source + token * token_stride + high, mask=mask, other=0.0).to(tl.float32)
     if BIAS:
@@ -152,36 +157,36 @@ def _rope_write_kernel(
         b += tl.load(bias + high, mask=mask, other=0.0).to(tl.float32)
         a = a.to(dtype).to(tl.float32)
         b = b.to(dtype).to(tl.float32)
-    is_value = head >= HEADS + KV_HEADS
     if NORM:
         if head < HEADS + KV_HEADS:
-            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / HEAD_DIM + eps)
-            w_low = tl.load(norm + lane, mask=mask, other=0.0).to(tl.float32)
-            w_high = tl.load(norm + HEAD_DIM // 2 + lane, mask=mask, other=0.0).to(tl.float32)
+            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
+            w_low = tl.load(norm + lane, mask=lane_mask, other=0.0).to(tl.float32)[None, :]
+            w_high = tl.load(norm + HEAD_DIM // 2 + lane, mask=lane_mask, other=0.0).to(tl.float32)[None, :]
             a = (w_low * (a * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
             b = (w_high * (b * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     if ROPE:
         if head < HEADS + KV_HEADS:
             table = cos_sin + at.to(tl.int64) * HEAD_DIM + lane
-            cos = tl.load(table, mask=mask, other=0.0).to(tl.float32)
-            sin = tl.load(table + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
+            cos = tl.load(table, mask=lane_mask, other=0.0).to(tl.float32)[None, :]
+            sin = tl.load(table + HEAD_DIM // 2, mask=lane_mask, other=0.0).to(tl.float32)[None, :]
             turned = a * cos - b * sin
             b = b * cos + a * sin
             a = turned
     if head < HEADS:
-        place = out + (token * HEADS + head) * HEAD_DIM + lane
+        place = out + token * (HEADS * HEAD_DIM) + low
         tl.store(place, a.to(dtype), mask=mask)
         tl.store(place + HEAD_DIM // 2, b.to(dtype), mask=mask)
     else:
         row = tl.load(token_row + token).to(tl.int64)
         block = tl.load(block_table + row * table_stride + at // BLOCK_SIZE).to(tl.int64)
-        cell = block * cache_block_stride + nth * cache_head_stride + (at % BLOCK_SIZE) * HEAD_DIM + lane
-        if is_value:
-            tl.store(v_cache + cell, a.to(dtype), mask=mask)
-            tl.store(v_cache + cell + HEAD_DIM // 2, b.to(dtype), mask=mask)
-        else:
+        inside = block * cache_block_stride + (at % BLOCK_SIZE) * HEAD_DIM
+        cell = inside + heads[:, None] * cache_head_stride + lane[None, :]
+        if head < HEADS + KV_HEADS:
             tl.store(k_cache + cell, a.to(dtype), mask=mask)
             tl.store(k_cache + cell + HEAD_DIM // 2, b.to(dtype), mask=mask)
+        else:
+            tl.store(v_cache + cell, a.to(dtype), mask=mask)
+            tl.store(v_cache + cell + HEAD_DIM // 2, b.to(dtype), mask=mask)
 
 
 def rope_write(
@@ -208,7 +213,9 @@ def rope_write(
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     q_bias, k_bias, v_bias = biases or (out, out, out)
     q_norm, k_norm = norms or (out, out)
-    _rope_write_kernel[(tokens, heads + 2 * kv_heads)](
+    together = math.gcd(heads, kv_heads)
+    tile = min(8, together & -together)  # the largest power of two that divides both
+    _rope_write_kernel[(tokens, (heads + 2 * kv_heads) // tile)](
         q,
         k,
         v,
@@ -239,6 +246,7 @@ def rope_write(
         NORM=norms is not None,
         ROPE=cos_sin is not None,
         HALF=triton.next_power_of_2(head_dim // 2),
-        num_warps=1,
+        TILE=tile,
+        num_warps=max(1, tile // 4),
     )
     return out

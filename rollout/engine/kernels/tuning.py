@@ -68,7 +68,7 @@ def split_tokens(rows: int, kv_heads: int, sm_count: int) -> int:
     Pieces take time to begin and to join, so they are as long as they can be: rows of 1,024 positions give an SM two
     pieces, which is about where memory bandwidth is all used.
     """
-    return min(1024, max(128, _power_of_two(512 * rows * kv_heads // sm_count)))
+    return min(1024, max(64, _power_of_two(512 * rows * kv_heads // sm_count)))
 
 
 def sample_block(rows: int, vocab: int, sm_count: int) -> int:
