@@ -157,7 +157,9 @@ def measure(model: PreTrainedModel, args: argparse.Namespace, floor_s: float, ov
         # Fresh ones each time, so that no prompt's KV is found in the cache.
         return torch.randint(10, model.config.vocab_size, (args.bs, args.prompt), generator=generator).tolist()
 
+    start_s = time.perf_counter()
     with RolloutWorker(model, config, timeline=timeline) as worker:
+        startup_s, graphs_bytes = time.perf_counter() - start_s, worker.memory_report().graphs_bytes
         worker.generate(prompts(), SamplingParams(max_tokens=min(args.new, 8), ignore_eos=True))
         captures = worker.metrics.graph_captures_total
         timeline.clear()
@@ -190,6 +192,9 @@ def measure(model: PreTrainedModel, args: argparse.Namespace, floor_s: float, ov
         "decode_steps": metrics.decode_steps,
         "row_occupancy": metrics.row_occupancy,
         "preemptions": metrics.preemptions_total,
+        "startup_s": startup_s,  # all graphs captured, kernels compiled where that hasn't been done before
+        "graphs_bytes": graphs_bytes,
+        "captures": captures,
         "captures_while_timed": metrics.graph_captures_total - captures,
     }
 
