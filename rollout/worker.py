@@ -6,11 +6,12 @@ allow. It doesn't know who trains: trainers' glue is in `rollout.integrations`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from rollout.calls import Params, PhaseMeter, Prompts, make_requests
+from rollout.calls import CallProgress, Params, PhaseMeter, Prompts, make_requests, model_cost
 from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.memory import OwnWeights
@@ -28,9 +29,11 @@ from rollout.engine.models.join import join_projections
 from rollout.engine.models.learner import unwrap
 from rollout.engine.recorder import Recorder
 from rollout.engine.scheduler import Ended
+from rollout.observe.breakdown import EXCHANGE, GENERATE, SLEEP, WAKE, Breakdown, WallClock
 from rollout.observe.metrics import PhaseMetrics, RunTotals
 from rollout.observe.switches import SwitchTimes
 from rollout.types import Completion, MemoryReport, NonFiniteLogitsError, Request
+from rollout.weights.broadcast import BroadcastReceiver
 from rollout.weights.exchange import ExchangeReport, WeightExchange
 
 KV = Literal["recompute", "keep"]
@@ -44,13 +47,20 @@ class RolloutWorker:
             read. Where dtype and device agree, the engine shares its storage.
         config: sizes and switches; the defaults suit one GPU shared with a learner.
         timeline: receives spans of host and device work, see `rollout.observe.timeline`.
+        progress: whether each `generate` and `stream` shows a line: completions done, tokens a second, rows and KV in
+            use, and about how long it will take.
 
     Raises:
         ValueError: the model can't be run, or the configuration doesn't fit; the message says what to change.
     """
 
     def __init__(
-        self, model: nn.Module, config: EngineConfig | None = None, *, timeline: Recorder | None = None
+        self,
+        model: nn.Module,
+        config: EngineConfig | None = None,
+        *,
+        timeline: Recorder | None = None,
+        progress: bool = False,
     ) -> None:
         self.config = config or EngineConfig()
         learner = unwrap(model)
@@ -77,6 +87,10 @@ class RolloutWorker:
         """Sums over the run."""
         self.switches = SwitchTimes()
         """Seconds of sleeping and waking."""
+        self.breakdown = Breakdown()
+        """Where wall time went from the end of one `generate` or `stream` to the end of the last."""
+        self.total_breakdown = Breakdown()
+        """Sums of these over the run."""
         eos = self.config.eos_token_ids
         with tqdm(desc="capturing graphs", unit="graph", disable=None, leave=False) as bar:
             self._engine: Engine | None = Engine(
@@ -87,6 +101,10 @@ class RolloutWorker:
                 recorder=timeline,
                 on_capture=lambda done, whole: _show(bar, done, whole),
             )
+        self._progress = progress
+        self._cost = model_cost(self._engine)
+        self._wall = WallClock()
+        self._broken_down = copy.copy(self._engine.counters)  # up to here
 
     # Generating
 
@@ -154,8 +172,10 @@ class RolloutWorker:
         engine = self._open()
         if engine.scheduler.blocks.capacity < checked_blocks:
             engine.check(requests)  # the cache has shrunk since they were let pass
-        phase = PhaseMeter(engine)
+        phase = PhaseMeter(engine, self._cost)
+        progress = CallProgress(engine, phase, len(requests)) if self._progress else None
         self._outstanding[call] = len(requests)
+        self._wall.enter(GENERATE)
         try:
             engine.add(requests)
             while self._outstanding[call] or self._mail[call]:
@@ -163,14 +183,19 @@ class RolloutWorker:
                     ended = self._mail[call].popleft()
                     if ended.non_finite:
                         raise self._non_finite(call, ended)
-                    phase.lengths.append(len(ended.completion.token_ids))
+                    phase.ended(ended.completion)
                     yield ended.request.group, ended.request.sample, ended.completion
                 if self._outstanding[call]:
                     self._deliver(self._open().step())
+                    if progress is not None:
+                        progress.stepped()
         finally:
             self._leave(call)
+            if progress is not None:
+                progress.close()
+            self._wall.leave(GENERATE)
             if self._engine is not None:
-                self._end_phase(phase)
+                self._end_phase(phase, self._engine)
 
     def _deliver(self, ended: list[Ended]) -> None:
         for one in ended:
@@ -199,10 +224,14 @@ class RolloutWorker:
         if self._engine is not None and not self._outstanding and not self._engine.failed:
             self._engine.drain()  # a step launched before its rows had ended
 
-    def _end_phase(self, phase: PhaseMeter) -> None:
+    def _end_phase(self, phase: PhaseMeter, engine: Engine) -> None:
         self.metrics = phase.metrics(self._version, self._weight_sync_s)
         self.totals.add(self.metrics)
         self._weight_sync_s = 0.0
+        engine.counters.settle()
+        self.breakdown = Breakdown.of(self._wall.lap(), engine.counters.since(self._broken_down))
+        self.total_breakdown += self.breakdown
+        self._broken_down = copy.copy(engine.counters)
 
     # Weights
 
@@ -216,7 +245,7 @@ class RolloutWorker:
         """Whether nothing can be generated before an exchange: own weights went with `sleep`, or one broke off."""
         return not (self._exchange.intact and self._open().own_weights.present)
 
-    def exchange(self, learner: nn.Module, *, kv: KV | None = None) -> ExchangeReport:
+    def exchange(self, learner: nn.Module | BroadcastReceiver, *, kv: KV | None = None) -> ExchangeReport:
         """Takes over `learner`'s weights, in place, as the next policy version.
 
         The step in flight is collected first, so no forward reads weights while they change. All cached prefixes are
@@ -224,7 +253,8 @@ class RolloutWorker:
         again and are filled; the KV cache gets none before `wake`, so old weights, new weights and KV never pile up.
 
         Args:
-            learner: the model given at the start, or one with the same parameters.
+            learner: the model given at the start, or one with the same parameters; or a `BroadcastReceiver`, where the
+                learner is in other processes, which call `BroadcastSender.send` meanwhile.
             kv: whether running requests compute their keys and values again, or keep those of the old weights. None:
                 as the surrounding `paused` says, else "recompute". What slept has none to keep.
 
@@ -233,16 +263,18 @@ class RolloutWorker:
 
         Raises:
             ValueError: a tensor is missing, extra or of another shape. The old version is whole and goes on.
-            RuntimeError: reading the learner's weights failed half-way. Nothing is generated until an exchange has
-                succeeded.
+            RuntimeError: reading the learner's weights failed half-way, or some rank of a broadcast failed. Nothing is
+                generated until an exchange has succeeded, if anything had been written (see `needs_exchange`).
             torch.OutOfMemoryError: asleep, and there is no room for the engine's own weights. Nothing has changed.
         """
-        kv = _checked(kv or self._paused or "recompute")
-        engine = self._open()
-        start_s = time.perf_counter()
-        self._deliver(engine.drain())
-        with engine.own_weights.filling():
-            report = self._exchange.exchange(learner)
+        # The other ranks of a broadcast wait for this one, also where it can't go on.
+        with learner.taking_part() if isinstance(learner, BroadcastReceiver) else nullcontext():
+            kv = _checked(kv or self._paused or "recompute")
+            engine = self._open()
+            start_s = time.perf_counter()
+            self._deliver(engine.drain())
+            with self._wall.part(EXCHANGE), engine.own_weights.filling():
+                report = self._exchange.exchange(learner)
         self._publish(engine, kv)
         seconds = time.perf_counter() - start_s
         self._weight_sync_s += seconds
@@ -314,7 +346,9 @@ class RolloutWorker:
         engine = self._open()
         if not engine.asleep:
             start_s = time.perf_counter()
-            self._deliver(engine.sleep())
+            self._deliver(engine.drain())
+            with self._wall.part(SLEEP):
+                engine.sleep()
             self.switches.slept(time.perf_counter() - start_s)
         return engine.memory_report()
 
@@ -336,7 +370,8 @@ class RolloutWorker:
         engine = self._open()
         if engine.asleep:
             start_s = time.perf_counter()
-            engine.wake()
+            with self._wall.part(WAKE):
+                engine.wake()
             self.switches.woke(time.perf_counter() - start_s)
         return engine.memory_report()
 

@@ -66,6 +66,14 @@ class PhaseMetrics:
     """Weight exchanges up to the phase's end."""
     weight_sync_s: float = 0.0
     """Seconds of the weight exchanges since the phase before."""
+    decode_bytes: int = 0
+    """What decode steps had to read, see `rollout.observe.cost`. 0: not known for this model."""
+    decode_flops: int = 0
+    """What decode steps had to compute. 0: not known."""
+    peak_bytes_s: float = 0.0
+    """The memory's bandwidth, as the GPU's maker gives it. 0: not known for this GPU."""
+    peak_flops_s: float = 0.0
+    """Dense bfloat16 operations a second, as the GPU's maker gives them. 0: not known."""
 
     @property
     def completions(self) -> int:
@@ -102,6 +110,21 @@ class PhaseMetrics:
         """KV blocks in use / all blocks, mean over steps."""
         return _ratio(self.block_steps, self.block_capacity)
 
+    @property
+    def decode_read_tb_s(self) -> float:
+        """Terabytes a second that decode steps had to read, while they ran."""
+        return _ratio(self.decode_bytes / 1e12, self.decode_s) if self.decode_bytes else math.nan
+
+    @property
+    def decode_mbu(self) -> float:
+        """Share of the memory's bandwidth that decode steps used, while they ran."""
+        return _ratio(self.decode_bytes, self.decode_s * self.peak_bytes_s) if self.decode_bytes else math.nan
+
+    @property
+    def decode_mfu(self) -> float:
+        """Share of the GPU's operations a second that decode steps used, while they ran."""
+        return _ratio(self.decode_flops, self.decode_s * self.peak_flops_s) if self.decode_flops else math.nan
+
     def length_percentile(self, percent: float) -> float:
         """The smallest length that at least `percent` of the completions don't exceed: a length that occurred."""
         if not self.completion_lengths:
@@ -125,6 +148,9 @@ class PhaseMetrics:
             "rollout/prefill_tokens": self.prefill_tokens,
             **{f"rollout/completion_length_p{p}": self.length_percentile(p) for p in LENGTH_PERCENTILES},
             "perf/weight_sync_s": self.weight_sync_s,
+            "perf/decode_read_tb_s": self.decode_read_tb_s,
+            "perf/decode_mbu": self.decode_mbu,
+            "perf/decode_mfu": self.decode_mfu,
         }
         return {name: float(value) for name, value in values.items() if not math.isnan(value)}
 
@@ -165,6 +191,10 @@ class PhaseMetrics:
             preemptions_total=counter([p.preemptions_total for p in parts]),
             policy_version=max(p.policy_version for p in parts),
             weight_sync_s=float(wall([p.weight_sync_s for p in parts])),
+            decode_bytes=sum(p.decode_bytes for p in parts),
+            decode_flops=sum(p.decode_flops for p in parts),
+            peak_bytes_s=max(p.peak_bytes_s for p in parts),
+            peak_flops_s=max(p.peak_flops_s for p in parts),
         )
 
 

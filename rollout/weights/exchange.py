@@ -1,4 +1,4 @@
-"""Owns the exchange of weights between a learner and an engine's module in the same process.
+"""Owns the exchange of weights: from a learner in the same process, or by broadcast, into an engine's module.
 
 Every name and shape is checked before the first byte is written; the module's addresses never change, so CUDA graphs
 stay valid. Refuses to write over storage that its owner still uses. Counting versions, draining the engine before and
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rollout.engine.models.learner import Source, distinct, persistent_buffers, same_storage, sources, write
-
-_NAMED = 20  # how many tensors an error lists
+from rollout.engine.models.learner import Source, distinct, same_storage, sources, weights, write
+from rollout.weights.broadcast import BroadcastReceiver
+from rollout.weights.manifest import NAMED, check
 
 
 @dataclass(frozen=True)
@@ -57,25 +57,28 @@ class WeightExchange:
         owners = {name: reference() for name, reference in self._origins.items()}  # type: ignore[operator]
         return [n for n, owner in owners.items() if owner is not None and not same_storage(targets[n], owner)]
 
-    def exchange(self, learner: nn.Module) -> ExchangeReport:
+    def exchange(self, learner: nn.Module | BroadcastReceiver) -> ExchangeReport:
         """Makes the module's weights the learner's, in place, and waits until they have arrived.
 
         Runs on the current stream, which must be the one that the learner's last step ran on, or wait for it. No step
-        of the engine may be in flight. Under FSDP2 every rank has to call it.
+        of the engine may be in flight. Of a sharded learner (FSDP, ZeRO-3), every rank has to call it.
 
         Args:
-            learner: the model that the module was built from, wrapped or not, or another one of the same tensors.
+            learner: the model that the module was built from, wrapped or not, or another one of the same tensors; or
+                the receiver of a learner that other processes send.
 
         Raises:
             ValueError: tensors are missing, extra or misshapen, or a copy would overwrite a model that is still in use.
                 Nothing was written.
-            RuntimeError: reading the learner failed half way, with the cause. The weights are a mixture then (see
-                `intact`) and must not be sampled from; a later exchange repairs them.
+            RuntimeError: reading the learner failed half way, with the cause, or some rank of a broadcast failed. The
+                weights may be a mixture then (see `intact`), not to be sampled from; a later exchange repairs them.
         """
+        if isinstance(learner, BroadcastReceiver):
+            return self._receive(learner)
         start_s = time.perf_counter()
         targets = _targets(self._module)
         named = distinct(sources(learner))
-        _check(targets, named)
+        check(targets, named)
         shared, copies, rebound = self._sort(targets, named)
         copied_bytes = self._write(copies)
         for name in rebound:
@@ -88,6 +91,21 @@ class WeightExchange:
             seconds=time.perf_counter() - start_s,
             rebound=len(rebound),
         )
+
+    def _receive(self, receiver: BroadcastReceiver) -> ExchangeReport:
+        start_s = time.perf_counter()
+        targets = _targets(self._module)
+        copied_bytes = receiver.receive(targets, before_writing=self._tear)
+        self._torn = False
+        # What its owner has left behind is the engine's own from now on.
+        for name, reference in list(self._origins.items()):
+            owner = reference()  # type: ignore[operator]
+            if owner is None or not same_storage(targets[name], owner):
+                del self._origins[name]
+        return ExchangeReport(0, len(targets), copied_bytes, time.perf_counter() - start_s)
+
+    def _tear(self) -> None:
+        self._torn = True
 
     @property
     def _origins(self) -> dict[str, object]:
@@ -113,7 +131,7 @@ class WeightExchange:
         if in_use:
             raise ValueError(
                 f"the engine runs on the storage of the model it was built from, and this exchange would write other "
-                f"values into {len(in_use)} tensors of that model ({', '.join(in_use[:_NAMED])}): pass the same model, "
+                f"values into {len(in_use)} tensors of that model ({', '.join(in_use[:NAMED])}): pass the same model, "
                 "or build the worker from the model (and the adapters) that you train"
             )
         return len(named) - len(copies), copies, rebound
@@ -133,29 +151,7 @@ class WeightExchange:
 
 def _targets(module: nn.Module) -> dict[str, Tensor]:
     # Read anew each time: the module's parameters may have become views of fused storage since it was built.
-    targets = {**dict(module.named_parameters()), **persistent_buffers(module)}
-    return {name: tensor.detach() for name, tensor in targets.items()}
-
-
-def _check(targets: dict[str, Tensor], named: dict[str, Source]) -> None:
-    missing = [name for name in targets if name not in named]
-    extra = [name for name in named if name not in targets]
-    misshapen = [
-        f"{name} ({list(named[name].shape)} {named[name].dtype}, the engine has {list(target.shape)} {target.dtype})"
-        for name, target in targets.items()
-        if name in named
-        and (named[name].shape != target.shape or named[name].dtype.is_floating_point != target.dtype.is_floating_point)
-    ]
-    problems = [
-        f"{what}: {', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''}"
-        for what, names in (("missing", missing), ("extra", extra), ("of another shape", misshapen))
-        if names
-    ]
-    if problems:
-        raise ValueError(
-            f"the learner's tensors aren't those that the engine was built with; {'; '.join(problems)}. "
-            "Nothing was written. If the model was changed on purpose (resized, tied, adapted), make a new worker"
-        )
+    return {name: tensor.detach() for name, tensor in weights(module).items()}
 
 
 def _synchronize(targets: dict[str, Tensor]) -> None:

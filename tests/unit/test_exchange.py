@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
+from rollout import EngineConfig, RolloutWorker, SamplingParams
 from rollout.engine.models import build_module, learner as learner_module
+from rollout.engine.models.fused import obstacle
 from rollout.weights import WeightExchange, named_weights
 from tests.tiny_models import ARCHITECTURES, fingerprint, tiny
 
@@ -242,6 +245,82 @@ class TestRefused:
         exchange.exchange(learner)
         assert exchange.intact
         assert_close_to_merged(skeleton, learner)
+
+
+class Float32Head(nn.Linear):
+    """Computes the logits in float32, whatever the rest runs in."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.to(self.weight.dtype))
+
+
+class LlamaWithFloat32Head(transformers.LlamaForCausalLM):
+    _keep_in_fp32_modules_strict = {"lm_head"}  # noqa: RUF012
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.lm_head = Float32Head(config.hidden_size, config.vocab_size, bias=False)
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # the class's own file tells nothing
+
+
+def with_float32_head(dtype: torch.dtype, seed: int = 0) -> Any:
+    learner = LlamaWithFloat32Head(tiny("llama").config)
+    learner.load_state_dict(values(tiny("llama", seed=seed)))
+    learner.to(dtype).lm_head.float()
+    return learner
+
+
+class TestFloat32Head:
+    def dtypes(self, module: nn.Module) -> dict[str, torch.dtype]:
+        return {name: parameter.dtype for name, parameter in module.named_parameters()}
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_every_tensor_keeps_its_dtype(self, dtype):
+        learner = with_float32_head(dtype)
+        skeleton = build(learner, torch.bfloat16)
+        expected = {n: torch.float32 if n == "lm_head.weight" else torch.bfloat16 for n in self.dtypes(learner)}
+        assert self.dtypes(skeleton) == expected
+        assert skeleton.lm_head.weight.data_ptr() == learner.lm_head.weight.data_ptr()
+        exchange, where = WeightExchange(skeleton), addresses(skeleton)
+        perturb(learner)
+        report = exchange.exchange(learner)
+        assert report.shared == (len(expected) if dtype == torch.bfloat16 else 1)
+        learner.lm_head.weight.data = learner.lm_head.weight.data + 1.0
+        report = exchange.exchange(learner)
+        assert report.rebound == 1
+        assert self.dtypes(skeleton) == expected and addresses(skeleton) == where
+        assert torch.equal(skeleton.lm_head.weight, learner.lm_head.weight), "no bit is lost on the way"
+        assert torch.equal(skeleton.model.norm.weight, learner.model.norm.weight.bfloat16())
+
+    def test_a_head_cast_in_the_engine_gets_all_the_bits(self):
+        learner = tiny("llama")
+        skeleton = build(learner, torch.bfloat16)
+        skeleton.lm_head.float()
+        WeightExchange(skeleton).exchange(learner)
+        assert torch.equal(skeleton.lm_head.weight, learner.lm_head.weight)
+        assert obstacle(skeleton) == "its parameters are of 2 dtypes"
+
+    def test_runs_by_the_modules_own_forward(self):
+        learner = with_float32_head(torch.bfloat16)
+        config = EngineConfig(block_size=8, max_rows=4, max_model_len=64)
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        with RolloutWorker(learner, config) as worker:
+            assert obstacle(worker.engine.module) == "its parameters are of 2 dtypes"
+            old = worker.generate([[5, 6, 7]], params)
+            learner.load_state_dict(values(with_float32_head(torch.bfloat16, seed=5)))
+            report = worker.exchange(learner)
+            assert report.shared == len(list(learner.parameters()))
+            ((completion,),) = worker.generate([[5, 6, 7]], params)
+        assert completion.token_ids != old[0][0].token_ids
+        ids = torch.tensor([[5, 6, 7, *completion.token_ids]])
+        with torch.no_grad():
+            logits = learner.eval()(input_ids=ids).logits
+        assert logits.dtype == torch.float32
+        logprobs = logits.log_softmax(-1)[0, 2:-1].gather(1, ids[0, 3:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, rtol=0, atol=0.05)
 
 
 # --- PEFT ---

@@ -168,15 +168,6 @@ def test_layers_compiled_one_by_one():
     assert skeleton.lm_head.weight.data_ptr() == learner.lm_head.weight.data_ptr()
 
 
-class FullyShardedDataParallel(DistributedDataParallel):
-    """Wraps as FSDP1 does."""
-
-
-def _fsdp1_inside(model: Any) -> Any:
-    model.model.layers[0] = FullyShardedDataParallel(model.model.layers[0])
-    return model
-
-
 def _zero3(model: Any) -> Any:
     model.model.norm.weight.ds_id = 7
     return model
@@ -243,8 +234,6 @@ REFUSED = {
     "integer weights": (lambda: _quantised(torch.uint8), "q_proj.weight is torch.uint8"),
     "float8 weights": (lambda: _quantised(torch.float8_e4m3fn), "q_proj.weight is torch.float8_e4m3fn"),
     "meta": (_half_on_meta, "meta device"),
-    "FSDP1": (lambda: FullyShardedDataParallel(tiny("llama")), "FSDP2"),
-    "FSDP1 inside": (lambda: _fsdp1_inside(tiny("llama")), "FSDP2"),
     "ZeRO-3": (lambda: _zero3(tiny("llama")), "ZeRO-3"),
     "config that lies": (lambda: _with("intermediate_size", 80), "mlp.up_proj.weight"),
 }

@@ -1,19 +1,22 @@
 """Owns the view of a learner as plain named tensors: unwrapping, and where each tensor's value comes from.
 
-A learner may be wrapped (DDP, torch.compile, PEFT) or sharded (FSDP2); here it becomes a dict from the plain Hugging
-Face names to `Source`s. Reading a source never changes the learner. Refuses FSDP1, ZeRO-3 and adapters other than LoRA.
+A learner may be wrapped (DDP, torch.compile, PEFT) or sharded (FSDP1, FSDP2, ZeRO-3); here it becomes a dict from the
+plain Hugging Face names to `Source`s. Reading a source never changes the learner. Refuses LoRA within FSDP1 and
+adapters other than LoRA.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from rollout.engine.models import lora
+from rollout.engine.models import fsdp1, lora, zero3
 
 CHUNK_BYTES = 256 << 20  # merged or gathered tensors that may exist at once, besides the one being made
 
@@ -34,24 +37,39 @@ class Source:
     read: Callable[[], Tensor]
 
 
-@dataclass(frozen=True)
-class _Leaf:
+class _Leaf(NamedTuple):
     name: str
-    owner: Tensor
+    owner: Tensor | fsdp1.Shard
     adapters: tuple[nn.Module, ...]  # the LoRA layers whose deltas belong to it
     is_parameter: bool
     persistent: bool
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Equal for tied weights."""
+        owner = self.owner.key if isinstance(self.owner, fsdp1.Shard) else (id(self.owner),)
+        return (*owner, *(id(layer) for layer in self.adapters))
+
 
 def unwrap(learner: nn.Module) -> nn.Module:
-    """The model inside of DDP, torch.compile, DeepSpeed's engine and PEFT, in any nesting.
+    """The model inside of DDP, FSDP1, torch.compile, DeepSpeed's engine and PEFT, in any nesting.
 
-    Raises ValueError for FSDP1, and for PEFT methods whose weights can't be merged (prompt tuning and the like).
+    Raises ValueError for PEFT methods whose weights can't be merged (prompt tuning and the like).
     """
+    return _unwrap(learner)[0]
+
+
+def _unwrap(learner: nn.Module) -> tuple[nn.Module, fsdp1.Shards, nn.Module | None]:
+    """The model inside, the parameters that FSDP1 modules around it shard, and the outermost of these."""
+    shards: fsdp1.Shards = {}
+    root: nn.Module | None = None
+    inner: object
     while True:
         if _is_a(learner, "FullyShardedDataParallel"):
-            raise ValueError(_FSDP1)
-        if _is_a(learner, "OptimizedModule"):
+            root = root or learner
+            fsdp1.add_shards(learner, shards, root)
+            inner = learner.module
+        elif _is_a(learner, "OptimizedModule"):
             inner = learner._orig_mod
         elif _is_a(learner, "PeftModel", "PeftMixedModel"):
             lora.check_config(learner)
@@ -61,7 +79,7 @@ def unwrap(learner: nn.Module) -> nn.Module:
         elif not isinstance(learner, nn.Module):
             raise ValueError(f"the learner is a {type(learner).__name__}, not a module: pass the model")
         else:
-            return learner
+            return learner, shards, root
         assert isinstance(inner, nn.Module)
         learner = inner
 
@@ -72,11 +90,11 @@ def sources(learner: nn.Module) -> dict[str, Source]:
     Only metadata is looked at. Raises ValueError for learners that can't be read (see the module's docstring).
     """
     found: dict[str, Source] = {}
-    seen: dict[tuple[int, ...], Source] = {}
-    for leaf in _leaves(unwrap(learner), "", {}):
+    seen: dict[tuple[object, ...], Source] = {}
+    for leaf in _leaves(learner):
         if not leaf.persistent:
             continue
-        identity = (id(leaf.owner), *(id(layer) for layer in leaf.adapters))
+        identity = leaf.identity
         if identity not in seen:
             seen[identity] = _source(leaf)
         found[leaf.name] = seen[identity]
@@ -85,7 +103,11 @@ def sources(learner: nn.Module) -> dict[str, Source]:
 
 def non_persistent_buffers(learner: nn.Module) -> dict[str, Tensor]:
     """The learner's buffers that no state dict holds (rotary frequencies), under their plain names."""
-    return {leaf.name: leaf.owner for leaf in _leaves(unwrap(learner), "", {}) if not leaf.persistent}
+    return {
+        leaf.name: leaf.owner
+        for leaf in _leaves(learner)
+        if not leaf.persistent and not isinstance(leaf.owner, fsdp1.Shard)
+    }
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -95,6 +117,28 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of a plain module, each under its first name."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[prefix + name] = parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in seen and name not in module._non_persistent_buffers_set:
+                seen.add(id(buffer))
+                found[prefix + name] = buffer
+        for name, child in module._modules.items():
+            if child is not None:
+                walk(child, f"{prefix}{name}.")
+
+    walk(module, "")
     return found
 
 
@@ -125,7 +169,7 @@ def write(pairs: list[tuple[Tensor, Source]]) -> int:
     `CHUNK_BYTES`, so that a second whole model never exists. Shapes were checked by the caller.
     """
     ready: list[tuple[Tensor, Tensor]] = [(t, s.owner.detach()) for t, s in pairs if s.owner is not None]
-    _copy(ready)
+    copy_pairs(ready)
     chunk: list[tuple[Tensor, Tensor]] = []
     chunk_bytes = 0
     for target, source in pairs:
@@ -135,13 +179,14 @@ def write(pairs: list[tuple[Tensor, Source]]) -> int:
         chunk.append((target, value))
         chunk_bytes += value.nbytes
         if chunk_bytes >= CHUNK_BYTES:
-            _copy(chunk)
+            copy_pairs(chunk)
             chunk, chunk_bytes = [], 0
-    _copy(chunk)
+    copy_pairs(chunk)
     return sum(target.nbytes for target, _ in pairs)
 
 
-def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def copy_pairs(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copies (target, value) pairs, fused where they are alike, on the current stream. Call it without autograd."""
     # One odd pair sends a whole _foreach_copy_ down the slow path, so only like pairs travel together.
     groups: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
     for target, value in pairs:
@@ -155,11 +200,16 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 def _source(leaf: _Leaf) -> Source:
     tensor = leaf.owner
-    if hasattr(tensor, "ds_id"):
-        raise ValueError(
-            "the learner's parameters are partitioned by DeepSpeed ZeRO-3, which isn't supported yet: "
-            "train with ZeRO-2 or FSDP2"
-        )
+    if isinstance(tensor, fsdp1.Shard):
+        if leaf.adapters:
+            raise ValueError(
+                f"{leaf.name} is adapted by LoRA within FSDP1 (FullyShardedDataParallel), which isn't supported: shard "
+                "with FSDP2 (torch.distributed.fsdp.fully_shard), or train with DDP"
+            )
+        return Source(tensor.shape, tensor.dtype, tensor.device, True, None, tensor.read)
+    if zero3.is_partitioned(tensor):
+        shape = zero3.whole_shape(tensor)
+        return Source(shape, tensor.dtype, tensor.device, leaf.is_parameter, None, lambda: _read_zero3(tensor, leaf))
 
     def read() -> Tensor:
         whole = lora.whole(tensor.detach())
@@ -169,33 +219,64 @@ def _source(leaf: _Leaf) -> Source:
     return Source(tensor.shape, tensor.dtype, tensor.device, leaf.is_parameter, tensor if own else None, read)
 
 
-def _leaves(module: nn.Module, prefix: str, adapted: Mapping[str, tuple[nn.Module, ...]]) -> Iterator[_Leaf]:
-    """Walks the modules as the learner's forward does: through wrappers, to the copy that is in use."""
-    if _is_a(module, "FullyShardedDataParallel"):
-        raise ValueError(_FSDP1)
-    if _is_a(module, "OptimizedModule"):
-        yield from _leaves(_child(module, "_orig_mod"), prefix, adapted)
-        return
-    if _is_a(module, "CheckpointWrapper", "OffloadWrapper"):
-        yield from _leaves(_child(module, "_checkpoint_wrapped_module"), prefix, adapted)
-        return
-    if "peft" in sys.modules:
+def _read_zero3(tensor: Tensor, leaf: _Leaf) -> Tensor:
+    with torch.no_grad(), zero3.gathered(tensor, leaf.adapters):
+        whole = tensor.detach()
+        return lora.merge(whole, leaf.name.rpartition(".")[2], leaf.adapters) if leaf.adapters else whole.clone()
+
+
+def _leaves(learner: nn.Module) -> list[_Leaf]:
+    model, shards, root = _unwrap(learner)
+    found: list[_Leaf] = []
+    _walk(model, "", {}, shards, root, found)
+    return found
+
+
+def _walk(
+    module: nn.Module,
+    prefix: str,
+    adapted: Mapping[str, tuple[nn.Module, ...]],
+    shards: fsdp1.Shards,
+    root: nn.Module | None,
+    found: list[_Leaf],
+) -> None:
+    """Follows the modules as the learner's forward does: through wrappers, to the copy that is in use."""
+    cls: Any = type(module)
+    kind = _wrapper(cls)
+    if kind == "fsdp1":
+        root = root or module
+        fsdp1.add_shards(module, shards, root)
+        return _walk(_child(module, "module"), prefix, adapted, shards, root, found)
+    if kind is not None:
+        return _walk(_child(module, kind), prefix, adapted, shards, root, found)
+    if "peft" in sys.modules and lora.adapts(cls):
         if (saved := lora.module_in_use(module, prefix)) is not None:
-            yield from _leaves(saved, prefix, adapted)
-            return
+            return _walk(saved, prefix, adapted, shards, root, found)
         if (base := lora.base_layer(module, prefix)) is not None:
-            yield from _leaves(base[0], prefix, base[1])
-            return
+            return _walk(base[0], prefix, base[1], shards, root, found)
+    sharded = shards.get(id(module), {})
+    for name, shard in sharded.items():
+        found.append(_Leaf(prefix + name, shard, adapted.get(name, ()), True, True))
     for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield _Leaf(prefix + name, parameter, adapted.get(name, ()), is_parameter=True, persistent=True)
+        if parameter is not None and name not in sharded and name != fsdp1.FLAT:
+            found.append(_Leaf(prefix + name, parameter, adapted.get(name, ()), True, True))
     for name, buffer in module._buffers.items():
         if buffer is not None:
-            persistent = name not in module._non_persistent_buffers_set
-            yield _Leaf(prefix + name, buffer, (), is_parameter=False, persistent=persistent)
+            found.append(_Leaf(prefix + name, buffer, (), False, name not in module._non_persistent_buffers_set))
     for name, child in module._modules.items():
         if child is not None:
-            yield from _leaves(child, f"{prefix}{name}.", {})
+            _walk(child, f"{prefix}{name}.", {}, shards, root, found)
+
+
+@lru_cache(maxsize=1024)
+def _wrapper(cls: type) -> str | None:
+    """What a module of this class is inside of a model: "fsdp1", the attribute that holds what it wraps, or None."""
+    names = {base.__name__ for base in cls.__mro__}
+    if "FullyShardedDataParallel" in names:
+        return "fsdp1"
+    if "OptimizedModule" in names:
+        return "_orig_mod"
+    return "_checkpoint_wrapped_module" if names & {"CheckpointWrapper", "OffloadWrapper"} else None
 
 
 def _child(module: nn.Module, name: str) -> nn.Module:
@@ -207,9 +288,3 @@ def _child(module: nn.Module, name: str) -> nn.Module:
 def _is_a(module: nn.Module, *names: str) -> bool:
     # By name: none of these libraries has to be installed for a learner to be something else.
     return any(cls.__name__ in names for cls in type(module).__mro__)
-
-
-_FSDP1 = (
-    "the learner is wrapped in FSDP1 (FullyShardedDataParallel), which isn't supported yet: "
-    "shard it with FSDP2 (torch.distributed.fsdp.fully_shard), or train with DDP"
-)

@@ -7,6 +7,7 @@ aLoRA) and adapters other than LoRA and DoRA. Imported without peft; used only w
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +22,15 @@ def check_config(learner: Any) -> None:
                 f"the learner's PEFT adapter {name!r} is {type(config).__name__}, which adds prompts instead of "
                 "changing weights: use LoraConfig"
             )
+
+
+@lru_cache(maxsize=1024)
+def adapts(cls: type) -> bool:
+    """Whether modules of this class wrap another one on PEFT's behalf."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return issubclass(cls, (BaseTunerLayer, AuxiliaryTrainingWrapper))
 
 
 def module_in_use(module: Any, prefix: str) -> nn.Module | None:
