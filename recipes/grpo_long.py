@@ -48,6 +48,8 @@ from trl.scripts.grpo import GRPOScriptArguments
 from rollout import EngineConfig
 from rollout.integrations.trl import RolloutGRPOTrainer
 from rollout.observe import Timeline, format_summary
+from rollout.observe.breakdown import format_breakdown
+from rollout.observe.report import write_report
 
 # ------------------------------------------------------------------------------------------------------- arguments
 
@@ -106,6 +108,9 @@ class RolloutArguments:
     )
     overlap: bool = field(default=True, metadata={"help": "prepare a step while the device runs the one before"})
     timeline: str | None = field(default=None, metadata={"help": "write a trace for Perfetto to this file"})
+    rollout_log: str | None = field(
+        default=None, metadata={"help": "a directory for rollout.jsonl, which python -m rollout.observe.report draws"}
+    )
     gguf: str | None = field(default=None, metadata={"help": "a .gguf file to start from, converted once"})
     task: str = field(default="chain_sum", metadata={"help": "a task of reasoning-gym, where no dataset is named"})
     task_config: str = field(
@@ -374,6 +379,8 @@ class Report(TrainerCallback):
         if worker:
             print("\ngeneration")
             print("  " + format_summary(worker.totals).replace("\n", "\n  "))
+            print("\nwhere the time went, up to the last phase's end")
+            print("  " + format_breakdown(worker.total_breakdown).replace("\n", "\n  "))
         result = {
             "backend": "rollout" if worker else "trl",
             "seconds": round(time.perf_counter() - self.start_s, 1),
@@ -441,7 +448,7 @@ def main(argv: list[str] | None = None) -> None:
             dtype=None if rollout.engine_dtype == "auto" else getattr(torch, rollout.engine_dtype),
             overlap=rollout.overlap,
         )
-        trainer = RolloutGRPOTrainer(**arguments, engine_config=engine, timeline=timeline)
+        trainer = RolloutGRPOTrainer(**arguments, engine_config=engine, timeline=timeline, log_dir=rollout.rollout_log)
     for other in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(other)
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
@@ -450,6 +457,8 @@ def main(argv: list[str] | None = None) -> None:
     if trainer.accelerator.is_main_process:
         if timeline and rollout.timeline:
             print(f"The timeline is in {timeline.write_trace(rollout.timeline)}: open it at https://ui.perfetto.dev")
+        if rollout.rollout_log and rollout.backend == "rollout":
+            print(f"The run as a page: {write_report(rollout.rollout_log)}")
         report.show(trainer)
     if worker := getattr(trainer, "rollout_worker", None):
         worker.close()

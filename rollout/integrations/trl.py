@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from trl import GRPOTrainer
@@ -40,7 +41,7 @@ _CALLS = {
 
 
 class RolloutGRPOTrainer(GRPOTrainer):
-    """`GRPOTrainer` with rollout generating. Takes the same arguments, and three of its own.
+    """`GRPOTrainer` with rollout generating. Takes the same arguments, and four of its own.
 
     Importance-sampling correction is on as with vLLM (`vllm_importance_sampling_correction`); for long completions set
     `vllm_importance_sampling_mode="token_truncate"`.
@@ -49,6 +50,7 @@ class RolloutGRPOTrainer(GRPOTrainer):
         engine_config: sizes and switches of the engine that is made here.
         worker: an engine that exists, made from this very model, instead.
         timeline: receives the engine's spans, see `rollout.observe.timeline`.
+        log_dir: a line a phase goes to rollout.jsonl in it, for `python -m rollout.observe.report`.
 
     Raises:
         ValueError: an argument can't be met; the message says what to change.
@@ -61,13 +63,14 @@ class RolloutGRPOTrainer(GRPOTrainer):
         engine_config: EngineConfig | None = None,
         worker: RolloutWorker | None = None,
         timeline: Any = None,
+        log_dir: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
         config = inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments.get("args")
         if config is not None:
             _check_no_other_backend(config.use_vllm, config.use_transformers_continuous_batching)
         super().__init__(*args, **kwargs)
-        self.rollout_worker = attach(self, worker, engine_config, timeline=timeline)
+        self.rollout_worker = attach(self, worker, engine_config, timeline=timeline, log_dir=log_dir)
 
 
 def attach(
@@ -76,6 +79,7 @@ def attach(
     engine_config: EngineConfig | None = None,
     *,
     timeline: Any = None,
+    log_dir: str | Path | None = None,
 ) -> RolloutWorker:
     """Lets rollout generate for a `GRPOTrainer` that was made with `use_vllm=False`.
 
@@ -87,6 +91,7 @@ def attach(
         worker: made from the trainer's model. None: one is made, with the trainer's end-of-sequence ids.
         engine_config: for the worker made here. None: the defaults, with no more rows than a process's phase needs.
         timeline: for the worker made here.
+        log_dir: a line a phase goes to rollout.jsonl in it, for `python -m rollout.observe.report`.
 
     Returns:
         The worker, which lives until its `close()`.
@@ -110,7 +115,7 @@ def attach(
             f"max_completion_length={trainer.max_completion_length} leaves no room for a prompt in the engine's "
             f"max_model_len of {longest}: lower the one, or raise the other as far as the model's positions allow"
         )
-    backend = RolloutBackend(trainer, worker)
+    backend = RolloutBackend(trainer, worker, log_dir)
     # NOTE: "server" only keeps TRL from looking for a vLLM engine inside; no request leaves the process.
     trainer.vllm_generation, trainer.use_vllm, trainer.vllm_mode = backend, True, "server"
     trainer._last_loaded_step = -1

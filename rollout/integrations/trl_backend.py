@@ -11,11 +11,14 @@ import struct
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
+from rollout.integrations.phase_report import PhaseReport
+from rollout.observe.breakdown import Breakdown
 from rollout.observe.metrics import PhaseMetrics
 from rollout.types import Completion, SamplingParams
 from rollout.worker import RolloutWorker
@@ -112,12 +115,14 @@ class RolloutBackend:
     Args:
         trainer: a `GRPOTrainer` that passed `rollout.integrations.trl`'s checks.
         worker: generates.
+        log_dir: the first rank appends a line a phase to rollout.jsonl in it, for `python -m rollout.observe.report`.
     """
 
-    def __init__(self, trainer: Any, worker: RolloutWorker) -> None:
+    def __init__(self, trainer: Any, worker: RolloutWorker, log_dir: str | Path | None = None) -> None:
         self.trainer = trainer
         self.worker = worker
         self._log = PhaseLog(trainer, worker)
+        self._report = PhaseReport(trainer, worker, log_dir)
         self._synced_step = -1
         self._phases: dict[str, tuple[int, int]] = {}  # by mode: the global step, and phases begun at it
         trainer.add_callback(_Flush(self))
@@ -171,18 +176,20 @@ class RolloutBackend:
             stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends))),
         )
         self.sync_weights()  # TRL itself calls it once a step, and a step may have several phases
-        self.worker.wake()
+        memory = self.worker.wake()
         try:
             completions = generate_in_order(self.worker, prompts, params)
         finally:
             if not self.worker.engine.failed:
                 self.worker.sleep()
         self._log.add(self.worker.metrics, completions)
+        self._report.add(completions, memory)
         return completions
 
     def flush(self) -> None:
         """Puts the phases since the last call into the trainer's log. Every rank has to call it."""
         self._log.flush(self.mode)
+        self._report.flush(self.mode)
 
     def _next_seed(self, seed: int | None) -> int:
         step, mode = self.trainer.state.global_step, self.mode
@@ -198,7 +205,8 @@ class PhaseLog:
     TRL logs the mean of what is in a metric's list. Means of rates are wrong, and means of totals are too, so each list
     gets one value, made anew from all phases since the last log: rates are sums over sums, counts and seconds are sums,
     percentiles are over all completions, and what counts since the start (`…_total`, `policy_version`) is the last.
-    Across ranks counts add up, and wall seconds are the slowest rank's; seconds of sleep and wake are this rank's last.
+    Across ranks counts add up, and wall seconds are the slowest rank's; seconds of sleep and wake are this rank's last,
+    and where the time went (`time/…`) is this rank's, added up over the phases.
     """
 
     def __init__(self, trainer: Any, worker: RolloutWorker) -> None:
@@ -206,11 +214,14 @@ class PhaseLog:
         self._worker = worker
         self._here: list[_Phase] = []  # this rank's, since the last flush
         self._since_log: dict[str, list[_Phase]] = {"train": [], "eval": []}
+        self._time_here = Breakdown()
+        self._time_since_log = {"train": Breakdown(), "eval": Breakdown()}
 
     def add(self, metrics: PhaseMetrics, completions: Sequence[Completion]) -> None:
         """A phase of this rank. Ranks may differ in how many they have: tool loops differ in their turns."""
         kept = [mass for completion in completions for mass in completion.kept_mass or ()]
         self._here.append((metrics, sum(kept), len(kept)))
+        self._time_here += self._worker.breakdown
 
     def flush(self, mode: str) -> None:
         """Merges ranks, then phases, then writes. A collective: ranks that had a phase had it at the same step."""
@@ -223,9 +234,12 @@ class PhaseLog:
         lists, since = self._trainer._metrics[mode], self._since_log[mode]
         if "rollout/generate_s" not in lists:  # TRL cleared them: it has logged
             since.clear()
+            self._time_since_log[mode] = Breakdown()
+        self._time_since_log[mode] += self._time_here
+        self._time_here = Breakdown()
         since.append(_merge(ranks, concurrent=True))
         metrics, kept_sum, kept_tokens = _merge(since)
-        values = metrics.to_log() | self._worker.switches.to_log()
+        values = metrics.to_log() | self._worker.switches.to_log() | self._time_since_log[mode].to_log()
         if kept_tokens:
             values["rollout/kept_mass_mean"] = kept_sum / kept_tokens
         for name, value in values.items():

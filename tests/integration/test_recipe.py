@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import zipfile
 from pathlib import Path
@@ -283,7 +284,8 @@ def run(model_folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> 
 
 
 def test_a_run_ends_in_a_summary(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed, result = run(model_folder, capsys, "--timeline", str(tmp_path / "trace.json"))
+    flags = ["--timeline", str(tmp_path / "trace.json"), "--rollout_log", str(tmp_path / "run")]
+    printed, result = run(model_folder, capsys, *flags)
     assert len(result["reward_by_step"]) == 2
     assert result["sampling_logp_difference"] < 1e-4
     assert 8 <= result["generated_tokens"] <= 48
@@ -291,6 +293,9 @@ def test_a_run_ends_in_a_summary(model_folder: Path, tmp_path: Path, capsys: pyt
     for words in ("reward by step", "one sample", "tokens generated", "throughput", "phases", "device idle"):
         assert words in printed
     assert "exchanging weights" in printed
+    assert re.search(r"where the time went.*\n(.*\n)*  learner .*%", printed)
+    assert f"The run as a page: {tmp_path / 'run' / 'report.html'}" in printed
+    assert len((tmp_path / "run" / "rollout.jsonl").read_text().splitlines()) == 2
     names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert "fill" in names
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rollout.observe.records import read_phases
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -33,6 +35,12 @@ def test_a_group_split_across_two_processes(tmp_path: Path) -> None:
     assert entry["rollout/generated_tokens"] == sum(rank["tokens"] for rank in ranks)
     assert entry["rollout/generate_s"] == pytest.approx(max(rank["generate_s"] for rank in ranks))
     assert entry["rollout/policy_version"] == 1
+
+    (phase,) = read_phases(tmp_path)  # one line, from the first rank, of both
+    assert (phase["ranks"], phase["completions"], phase["step"]) == (2, 6, 1)
+    assert phase["generated_tokens"] == phase["versions"]["1"] == entry["rollout/generated_tokens"]
+    assert sum(phase["finish_reasons"].values()) == 6
+    assert phase["reward"] == pytest.approx(entry["reward"], rel=1e-4)
     assert ranks[0]["weight"] == ranks[1]["weight"]  # they have learnt the same
 
 
@@ -54,6 +62,7 @@ def process(folder: Path) -> None:
         args=arguments(folder, per_device_train_batch_size=3, num_generations=2, max_steps=1),
         train_dataset=prompts(),
         processing_class=tiny_tokenizer(),
+        log_dir=folder,
     )
     trainer.train()
     totals = trainer.rollout_worker.totals

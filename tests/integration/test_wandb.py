@@ -16,6 +16,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from rollout import EngineConfig
 from rollout.integrations.trl import RolloutGRPOTrainer
+from rollout.observe import Timeline
 from tests.integration.tiny_trl import arguments, prompts, share_of_digits, tiny_tokenizer
 from tests.tiny_models import tiny
 
@@ -59,24 +60,33 @@ def history(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture
-def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The rows of a run of four steps that logs every second one."""
-    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true", "PROJECT": "test"}.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a run of four steps that logs every second one has left its files. W&B keeps its first folder for good."""
+    folder = tmp_path_factory.mktemp("run")
     torch.set_num_threads(1)
-    trainer = RolloutGRPOTrainer(
-        model=tiny("llama"),
-        reward_funcs=share_of_digits,
-        args=arguments(tmp_path / "out", report_to="wandb", max_steps=STEPS, logging_steps=2),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-        engine_config=EngineConfig(max_rows=4, max_model_len=64, block_size=8, kv_cache_bytes=1 << 20),
-    )
-    with trainer.rollout_worker:
-        trainer.train()
-    wandb.finish()
-    return history(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"MODE": "offline", "DIR": str(folder), "SILENT": "true", "PROJECT": "test"}.items():
+            patch.setenv(f"WANDB_{name}", value)
+        trainer = RolloutGRPOTrainer(
+            model=tiny("llama"),
+            reward_funcs=share_of_digits,
+            args=arguments(folder / "out", report_to="wandb", max_steps=STEPS, logging_steps=2),
+            train_dataset=prompts(),
+            processing_class=tiny_tokenizer(),
+            engine_config=EngineConfig(max_rows=4, max_model_len=64, block_size=8, kv_cache_bytes=1 << 20),
+            timeline=Timeline(),
+        )
+        with trainer.rollout_worker:
+            trainer.train()
+        wandb.finish()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of its history."""
+    return history(folder)
 
 
 def test_an_offline_run_holds_every_metric(rows: list[dict[str, Any]]) -> None:
@@ -93,6 +103,33 @@ def test_an_offline_run_holds_every_metric(rows: list[dict[str, Any]]) -> None:
         assert values["generated_tok_s"] == pytest.approx(values["generated_tokens"] / values["generate_s"])
         assert values["completion_length_p50"] <= values["completion_length_p99"] <= 12
         assert row["train/perf/weight_sync_s"] > 0
+        assert row["train/time/learner_s"] > 0
     # How long a phase took is TRL's own measure as well, logged as it happens.
     assert sum("profiling/Time taken: RolloutGRPOTrainer.rollout.generate" in row for row in rows) == STEPS
     assert not any("vLLM" in key for row in rows for key in row)
+
+
+def test_an_offline_run_holds_tables_histograms_and_texts(rows: list[dict[str, Any]], folder: Path) -> None:
+    phases = [row for row in rows if "rollout/phases/nrows" in row]
+    assert [row["train/global_step"] for row in phases] == [1, 2, 3, 4]
+    for row in phases:
+        assert sum(row["rollout/completion_lengths/values"]) == 8
+    (media,) = folder.glob("wandb/offline-run-*/files/media/table/rollout")
+    tables = {kind: [json.loads(f.read_text()) for f in media.glob(f"{kind}*.json")] for kind in ("phases", "samples")}
+    (columns,) = {tuple(table["columns"]) for table in tables["phases"]}
+    seen = [dict(zip(columns, line, strict=True)) for table in tables["phases"] for line in table["data"]]
+    assert sorted(line["step"] for line in seen) == [1, 2, 3, 4]  # each phase once
+    for line in seen:
+        assert line["completions"] == 8
+        assert line["finished_eos"] + line["finished_length"] == 8
+        assert line["versions"] == f"{line['policy_version']}: {line['generated_tokens']}"
+        assert line["decode_s"] + line["tail_busy_s"] > 0
+    texts = [line for table in tables["samples"] for line in table["data"]]
+    assert len(texts) == 2 * 4
+    assert all(line[2].endswith("=") and isinstance(line[3], str) for line in texts)
+    kinds = {"image-file", "html-file"}  # PNG where matplotlib is installed
+    assert all(row["rollout/timeline/_type"] in kinds for row in phases)
+    (media,) = folder.glob("wandb/offline-run-*/files/media")
+    pictures = [f for f in media.rglob("*") if f.is_file() and f.name.startswith("timeline")]
+    assert len(pictures) == 4
+    assert all(f.read_bytes().startswith((b"\x89PNG", b"<svg")) for f in pictures)

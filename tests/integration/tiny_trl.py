@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig
 
 from rollout.config import EngineConfig
+from rollout.observe.breakdown import Breakdown
 from rollout.observe.metrics import PhaseMetrics
 from rollout.observe.switches import SwitchTimes
 from rollout.types import Completion, SamplingParams, VersionRun
@@ -96,6 +97,7 @@ class FakeWorker:
         self.needs_exchange = False
         self.engine = SimpleNamespace(failed=False)
         self.switches = SwitchTimes()
+        self.breakdown = Breakdown(decode_s=1.0, learner_s=2.0)
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[list[Completion]]:
         self.calls.append("generate")

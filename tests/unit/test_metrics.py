@@ -24,6 +24,9 @@ LOG_NAMES = {
     "rollout/completion_length_p90",
     "rollout/completion_length_p99",
     "perf/weight_sync_s",
+    "perf/decode_read_tb_s",
+    "perf/decode_mbu",
+    "perf/decode_mfu",
 }
 
 
@@ -48,6 +51,10 @@ def phase(**changes: object) -> PhaseMetrics:
         preemptions_total=1,
         policy_version=7,
         weight_sync_s=0.25,
+        decode_bytes=6 * 10**12,
+        decode_flops=15 * 10**13,
+        peak_bytes_s=4e12,
+        peak_flops_s=1e15,
     )
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
@@ -66,6 +73,9 @@ def test_log_has_every_promised_name_with_its_value():
     assert log["rollout/policy_version"] == 7
     assert log["rollout/completion_length_p50"] == 80
     assert log["perf/weight_sync_s"] == 0.25
+    assert log["perf/decode_read_tb_s"] == 2.0
+    assert log["perf/decode_mbu"] == 0.5
+    assert log["perf/decode_mfu"] == pytest.approx(0.05)
 
 
 def test_what_a_phase_cannot_tell_is_nan_and_not_logged():
