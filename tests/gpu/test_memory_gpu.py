@@ -204,7 +204,7 @@ def test_a_thread_that_never_used_cuda_may_switch(worker: RolloutWorker) -> None
     assert tokens(worker.generate(PROMPTS, GREEDY)) == expected
 
 
-def test_workers_made_and_closed_leave_nothing() -> None:
+def test_workers_made_and_closed_leave_their_streams_counters_alone() -> None:
     model = tiny("llama", hidden_size=256, head_dim=64).eval().cuda()
     config = EngineConfig(max_rows=2, dtype=torch.bfloat16, kv_cache_bytes=GIB)
     for round_ in range(12):
@@ -216,8 +216,8 @@ def test_workers_made_and_closed_leave_nothing() -> None:
         torch._C._cuda_clearCublasWorkspaces()  # which PyTorch keeps for each of its 32 pooled streams
         if round_ == 3:
             free = free_bytes()
-    # Each worker's compute stream keeps its attention counters, in one of PyTorch's smallest segments: 2 MiB a stream, of
-    # which PyTorch has 32.
+    # Each worker's compute stream keeps its attention counters, in one of PyTorch's smallest segments: 2 MiB for each of
+    # the 32 streams that PyTorch has.
     assert free - free_bytes() <= 8 * (2 << 20)
 
 
