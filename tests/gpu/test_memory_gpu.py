@@ -216,8 +216,8 @@ def test_workers_made_and_closed_leave_their_streams_counters_alone() -> None:
         torch._C._cuda_clearCublasWorkspaces()  # which PyTorch keeps for each of its 32 pooled streams
         if round_ == 3:
             free = free_bytes()
-    # Each worker's compute stream keeps its attention counters, in one of PyTorch's smallest segments: 2 MiB for each of
-    # the 32 streams that PyTorch has.
+    # Each compute stream keeps its attention counters, in one of PyTorch's smallest segments: 2 MiB for each of the 32
+    # streams that PyTorch has.
     assert free - free_bytes() <= 8 * (2 << 20)
 
 
