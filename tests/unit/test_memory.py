@@ -221,7 +221,8 @@ def test_sizes_are_rounded_up() -> None:
 
 
 def test_without_cuda_bindings_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda", None)
+    for name in ("cuda", "cuda.bindings", "cuda.bindings.driver"):  # torch may have imported them
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(RuntimeError, match=r"pip install 'cuda-bindings==\d+\.\*'"):
         make_range(torch.device("cuda", 0), 64)
 
