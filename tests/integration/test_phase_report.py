@@ -96,6 +96,7 @@ def test_wandb_that_is_missing_or_off_costs_nothing(monkeypatch: pytest.MonkeyPa
     report = PhaseReport(trainer, worker_after((3, 1)))
     report.add([LONG, SHORT], MEMORY)
     report.flush("train")  # and nothing raised
+    assert report._here.metrics == []
 
 
 def test_a_broken_disk_is_no_secret(tmp_path: Path) -> None:

@@ -524,3 +524,5 @@ def test_closing_within_a_pause(model: Any) -> None:
     worker = RolloutWorker(model, CONFIG)
     with worker.paused():
         worker.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        worker.generate([[5]])

@@ -133,8 +133,10 @@ def test_resized_embeddings():
 def test_built_in_inference_mode_it_can_still_be_written():
     with torch.inference_mode():
         skeleton = build(tiny("llama"), torch.bfloat16)
+    before = skeleton.model.norm.weight.clone()
     with torch.no_grad():
         skeleton.model.norm.weight.add_(1)
+    assert torch.equal(skeleton.model.norm.weight, before + 1)
 
 
 class DistributedDataParallel(nn.Module):

@@ -280,7 +280,9 @@ def test_the_cpu_engine_does_not_run_in_the_interpreter(monkeypatch: pytest.Monk
 
     for module, name in ((decode, "paged_decode"), (sampling, "sample"), (kv_write, "write_kv")):
         monkeypatch.setattr(module, name, fail)
-    kernels.sample(*_sampling_inputs(2, 10, torch.float32, "cpu"))
+    inputs = _sampling_inputs(2, 10, torch.float32, "cpu")
+    for out, expected in zip(kernels.sample(*inputs), reference.sample(*inputs), strict=True):
+        assert torch.equal(out, expected)
 
 
 # --- sizes for a GPU alone
