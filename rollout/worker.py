@@ -348,7 +348,7 @@ class RolloutWorker:
             start_s = time.perf_counter()
             self._deliver(engine.drain())
             with self._wall.part(SLEEP):
-                engine.sleep()
+                self._deliver(engine.sleep())
             self.switches.slept(time.perf_counter() - start_s)
         return engine.memory_report()
 

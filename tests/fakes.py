@@ -55,8 +55,6 @@ class FakeStreams:
     def seconds(self, event: Event) -> float:
         return 0.0
 
-    def anchor(self) -> None: ...
-
     def follow_current(self) -> None:
         self.log.append("all wait current")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rollout.config import EngineConfig
 from rollout.engine.models.hf import ModelShape
-from rollout.engine.models.learner import persistent_buffers
+from rollout.engine.models.learner import weights
 from rollout.engine.virtual_memory import MemoryRange, make_range, round_up
 
 CPU_CACHE_BYTES = 1 << 30
@@ -277,7 +277,7 @@ def weight_bytes(module: nn.Module, own: OwnWeights) -> tuple[int, int]:
     """Bytes of the module's weights that are the engine's own, and of those that it shares with the learner."""
     shared_names = module.__dict__.get("_rollout_origins", {})
     own_bytes, shared_bytes = own.mapped_bytes, 0
-    for name, tensor in {**dict(module.named_parameters()), **persistent_buffers(module)}.items():
+    for name, tensor in weights(module).items():
         if name in shared_names:
             shared_bytes += tensor.nbytes
         elif not own.holds(tensor):  # the learner has moved away from it, and left it to the engine

@@ -57,9 +57,6 @@ class Streams(Protocol):
     def seconds(self, event: Event) -> float:
         """When a passed event was passed, in seconds of `time.perf_counter`."""
 
-    def anchor(self) -> None:
-        """Ties the device's clock to the host's again. Synchronises; called between phases."""
-
     def follow_current(self) -> None:
         """Holds the queues until all that the caller's current stream holds is done."""
 
@@ -110,9 +107,6 @@ class InlineStreams:
         assert isinstance(event, InlineEvent)
         return event.passed_s
 
-    def anchor(self) -> None:
-        """There is one clock."""
-
     def follow_current(self) -> None:
         """Nothing is ever outstanding."""
 
@@ -153,22 +147,16 @@ class CudaStreams:
         self.h2d = CudaStream(device)
         self.compute = CudaStream(device)
         self.d2h = CudaStream(device)
+        # an event on an idle device, and the host's time at it, tie the two clocks together
         self._anchor = torch.cuda.Event(enable_timing=True)
-        self._anchor_s = 0.0
+        self._anchor.record(self.compute.raw)
+        self._anchor.synchronize()
+        self._anchor_s = time.perf_counter()
         self._next_anchor: torch.cuda.Event | None = None
-        self.anchor()
 
     def event(self) -> Event:
         """A new event, with a time stamp."""
         return torch.cuda.Event(enable_timing=True)
-
-    def anchor(self) -> None:
-        """Records an event on an idle device and notes the host's time."""
-        self.synchronize()
-        self._next_anchor = None
-        self._anchor.record(self.compute.raw)
-        self._anchor.synchronize()
-        self._anchor_s = time.perf_counter()
 
     def seconds(self, event: Event) -> float:
         """When the event was passed; moves the anchor along as time goes by, without waiting."""

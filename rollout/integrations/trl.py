@@ -143,7 +143,6 @@ def rollout_func(worker: RolloutWorker) -> Callable[[list[Any], GRPOTrainer], di
         prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
         if images is not None:
             raise ValueError("images aren't supported: train on text, or leave generation to TRL")
-        backend.sync_weights()
         completions = backend.run_phase(prompt_ids)
         return {
             "prompt_ids": [list(ids) for ids in prompt_ids],

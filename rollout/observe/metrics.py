@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollout.observe.cost import bandwidth_share, flop_share
+
 LENGTH_PERCENTILES = (50, 90, 99)
 
 
@@ -118,12 +120,12 @@ class PhaseMetrics:
     @property
     def decode_mbu(self) -> float:
         """Share of the memory's bandwidth that decode steps used, while they ran."""
-        return _ratio(self.decode_bytes, self.decode_s * self.peak_bytes_s) if self.decode_bytes else math.nan
+        return bandwidth_share(self.decode_bytes, self.decode_s, self.peak_bytes_s) if self.decode_bytes else math.nan
 
     @property
     def decode_mfu(self) -> float:
         """Share of the GPU's operations a second that decode steps used, while they ran."""
-        return _ratio(self.decode_flops, self.decode_s * self.peak_flops_s) if self.decode_flops else math.nan
+        return flop_share(self.decode_flops, self.decode_s, self.peak_flops_s) if self.decode_flops else math.nan
 
     def length_percentile(self, percent: float) -> float:
         """The smallest length that at least `percent` of the completions don't exceed: a length that occurred."""
