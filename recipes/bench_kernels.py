@@ -111,23 +111,23 @@ def decode_us(
     lengths: Tensor | None = None,
     **choices: Any,
 ) -> float | None:
-    """Microseconds of decode attention, None if the pool cannot hold the shape."""
+    """Microseconds of decode attention, None if the pool cannot hold the shape; `choices` are `decode_cuts`'s."""
+    from rollout.engine.kernels.decode import decode_cuts, paged_decode  # Triton, which the command line does without
+
     if rows * length * TOKEN_BYTES > pool.numel() * pool.element_size():
         return None
     cache = Cache(pool, rows, length, block_major=block_major)
     query = torch.randn(rows, heads, HEAD_DIM, dtype=pool.dtype, device=pool.device)
-    position = (
-        torch.full((rows,), length - 1, dtype=torch.int32, device=pool.device) if lengths is None else lengths - 1
+    full = torch.full((rows,), length, dtype=torch.int32, device=pool.device)
+    position = (full if lengths is None else lengths) - 1
+    # once a step for all layers, so not part of a layer's time
+    cuts = decode_cuts(
+        cache.rows, position, kv_heads=KV_HEADS, head_dim=HEAD_DIM, itemsize=pool.element_size(), **choices
     )
-    if choices:
-        from rollout.engine.kernels.decode import paged_decode
-    else:
-        from rollout.engine.kernels import paged_decode
+    how = {"scaling": HEAD_DIM**-0.5, "cuts": cuts, "tiles": choices.get("tiles")}
 
     def one(k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        return paged_decode(
-            query, k_cache, v_cache, cache.block_table, cache.rows, position, scaling=HEAD_DIM**-0.5, **choices
-        )
+        return paged_decode(query, k_cache, v_cache, cache.block_table, cache.rows, position, **how)
 
     return measure(cache.launches(4 * L2_BYTES, rows * length * TOKEN_BYTES, one))
 
@@ -155,13 +155,18 @@ def bench_decode(pool: Tensor, peak: float, late: Callable[[], bool]) -> list[di
         if us is not None:
             moved = rows * length * TOKEN_BYTES + 4 * rows * heads * HEAD_DIM
             records.append(row("decode", f"rows {rows} kv {length} heads {heads}", us, bytes_moved=moved, peak=peak))
-    # One long row among short ones: the time of the bytes, and not of the longest row.
-    lengths = torch.full((128,), 512, dtype=torch.int32, device=pool.device)
-    lengths[77] = 16384
-    moved = int(lengths.sum()) * TOKEN_BYTES
-    us = decode_us(pool, 128, 16384, 32, lengths=lengths)
-    if us is not None:
-        records.append(row("decode", "rows 127 kv 512, 1 row kv 16384", us, bytes_moved=moved, peak=peak))
+    # Rows of other lengths than their neighbours: the time of the bytes, and not of the longest row.
+    generator = torch.Generator(pool.device).manual_seed(0)
+    one_long = torch.full((128,), 512, dtype=torch.int32, device=pool.device)
+    one_long[77] = 16384
+    ragged = {"127 of 512, one of 16384": one_long}
+    for rows, longest in ((32, 8192), (64, 8192), (128, 4096)):
+        draw = torch.randint(64, longest, (rows,), generator=generator, device=pool.device, dtype=torch.int32)
+        ragged[f"{rows} of 64 to {longest}"] = draw
+    for name, lengths in ragged.items():
+        us = decode_us(pool, len(lengths), int(lengths.max()), 32, lengths=lengths)
+        if us is not None:
+            records.append(row("ragged", name, us, bytes_moved=int(lengths.sum()) * TOKEN_BYTES, peak=peak))
     for rows, length in ((32, 1024), (32, 4096), (256, 512)):
         for block_major in (True, False):
             us = decode_us(pool, rows, length, 32, block_major=block_major)
@@ -236,35 +241,25 @@ def bench_sample(pool: Tensor, peak: float, late: Callable[[], bool], *, tune: b
 
 
 def tune_decode(pool: Tensor, peak: float, late: Callable[[], bool]) -> list[dict[str, Any]]:
-    """Each shape under the chosen tiles and pieces, and beside them under others."""
+    """Each shape under the chosen tiles and shares, and beside them under others."""
     device = pool.device
     sms = tuning.sm_count(device)
     # the engine's own first: 8B at 32 rows, 1.7B at 256
     shapes = [(32, 1024, 32), (256, 640, 16), (1, 1024, 32), (1, 16384, 32), (8, 1024, 32), (64, 1024, 32)]
     shapes += [(32, 512, 32), (32, 4096, 32), (8, 4096, 32), (1, 512, 16), (64, 640, 16), (256, 1024, 32)]
-    pieces: list[dict[str, Any]] = [{}, {"splits": 1}, {"least_programs": 2 * sms}]
-    pieces += [{"split_tokens": tokens} for tokens in (64, 128, 256, 512, 1024, 2048)]
-    tiles = [tuning.Tiles(16, 32, 2, 3, 4), tuning.Tiles(16, 64, 2, 3, 3), tuning.Tiles(16, 64, 4, 3, 2)]
-    tiles = [tuning.Tiles(16, 32, 2, 3, 4), tuning.Tiles(16, 64, 2, 3, 3), tuning.Tiles(16, 64, 4, 3, 2)]
-    tries = [(shape, pieces) for shape in shapes] + [(shape, [{"tiles": one}]) for one in tiles for shape in shapes[:8]]
+    shares: list[dict[str, Any]] = [{}]
+    shares += [{"programs": at_once * sms} for at_once in (1, 2, 3, 4)]
+    shares += [{"least_tokens": tokens} for tokens in (32, 128, 256)]
+    tiles = [tuning.Tiles(16, 64, 2, 3, 3), tuning.Tiles(16, 64, 4, 3, 2), tuning.Tiles(16, 32, 2, 4, 3)]
+    tries = [(shape, shares) for shape in shapes] + [(shape, [{"tiles": one}]) for one in tiles for shape in shapes[:8]]
     records = []
     for (rows, length, heads), choices in tries:
-        chosen = tuning.split_tokens(rows, KV_HEADS, sms)
         for choice in choices:
-            near = choice.get("split_tokens", 2 * chosen) in (chosen // 2, 2 * chosen)
-            us = None if late() or not near else decode_us(pool, rows, length, heads, **choice)
+            us = None if late() else decode_us(pool, rows, length, heads, **choice)
             if us is not None:
                 name = " ".join(f"{key} {value if key != 'tiles' else tuple(value)}" for key, value in choice.items())
                 shape = f"rows {rows} kv {length} heads {heads} {name or 'default'}"
                 records.append(row("tune", shape, us, bytes_moved=rows * length * TOKEN_BYTES, peak=peak))
-    # one long row among short ones
-    lengths = torch.full((128,), 512, dtype=torch.int32, device=device)
-    lengths[77] = 16384
-    for choice in pieces[:2]:
-        us = None if late() else decode_us(pool, 128, 16384, 32, lengths=lengths, **choice)
-        if us is not None:
-            shape = f"rows 127 kv 512, 1 row kv 16384 {choice or 'default'}"
-            records.append(row("tune", shape, us, bytes_moved=int(lengths.sum()) * TOKEN_BYTES, peak=peak))
     return records
 
 

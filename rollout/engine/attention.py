@@ -31,10 +31,17 @@ class PagedStep:
     seq_row: Tensor | None = None  # int32 [seqs] in a prefill
     max_query_len: int = 1
     layers_seen: set[int] = field(default_factory=set)  # which layers called, to check a model once
+    _cuts: dict[int, Tensor | None] = field(default_factory=dict)  # by window
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values, [blocks, kv heads, block size, head dim] each."""
         return self.kv[:, index, 0], self.kv[:, index, 1]
+
+    def cuts(self, window: int) -> Tensor | None:
+        """How a decode step's KV is shared among programs, for all layers with this window. Found once a step."""
+        if window not in self._cuts:
+            self._cuts[window] = kernels.decode_cuts(self.token_row, self.position, self.layer(0)[0], window)
+        return self._cuts[window]
 
 
 def attend(
@@ -56,7 +63,8 @@ def attend(
     k_cache, v_cache = step.layer(layer)
     how: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap}
     if step.query_start is None:
-        return kernels.paged_decode(query, k_cache, v_cache, step.block_table, step.token_row, step.position, **how)
+        where = (step.block_table, step.token_row, step.position)
+        return kernels.paged_decode(query, k_cache, v_cache, *where, **how, cuts=step.cuts(window))
     assert step.seq_row is not None
     return kernels.paged_prefill(
         query,

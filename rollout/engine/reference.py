@@ -14,10 +14,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollout.engine import carry_over
+
 _MUL_1 = 0x7FEB352D
 _MUL_2 = 0x846CA68B - 2**32  # as int32
 _MUL_3 = 0x9E3779B1 - 2**32  # as int32
 _GOLDEN = 0x9E3779B9 - 2**32  # as int32
+
+
+def start_decode(
+    token_ids: Tensor,
+    carry: Tensor,
+    previous_tokens: Tensor,
+    token_row: Tensor,
+    position: Tensor,
+    new_block: Tensor,
+    block_table: Tensor,
+    block_size: int,
+) -> Tensor:
+    """What a decode step does before its model: carry tokens over, and enter new blocks in the block table.
+
+    token_ids: int32 [rows], 0 where a token is carried; carry: int32 [rows], index into previous_tokens or -1;
+    previous_tokens: int32 [max_rows], what the step before sampled; token_row, position: int32 [rows]; new_block: int32
+    [rows], the block that the position begins or -1; block_table: int32 [max_rows + 1, blocks_per_row], written.
+    Returns the input ids, int32 [rows].
+    """
+    grows = new_block >= 0
+    block_table[token_row[grows].long(), (position[grows] // block_size).long()] = new_block[grows]
+    return carry_over.apply(token_ids, carry, previous_tokens)
 
 
 def write_kv(

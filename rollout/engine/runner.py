@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rollout.engine import carry_over, sampler
+from rollout.engine import kernels, sampler
 from rollout.engine.attention import PagedStep
 from rollout.engine.batch import ROW_STATE_FIELDS
 from rollout.engine.models.forward import choose
@@ -60,10 +60,16 @@ class ModelRunner:
             out: int32 [fields, max_rows], written as far as there are rows.
             filtered: whether any row has top-k, top-p or min-p.
         """
-        token_ids = carry_over.apply(inputs.token_ids, inputs.carry, previous_tokens)
-        grows = inputs.new_block >= 0  # [rows]; the others write block 0 to the scratch row
-        row = torch.where(grows, inputs.token_row, self.scratch_row).long()
-        self.block_table[row, (inputs.position // self.block_size).long()] = inputs.new_block.clamp(min=0)
+        token_ids = kernels.start_decode(
+            inputs.token_ids,
+            inputs.carry,
+            previous_tokens,
+            inputs.token_row,
+            inputs.position,
+            inputs.new_block,
+            self.block_table,
+            self.block_size,
+        )
         step = PagedStep(self.kv, self.block_table, inputs.token_row, inputs.position)
         logits = self.forward(token_ids, step, None)
         self._sample(logits, inputs.token_row, inputs.position + 1, out, filtered=filtered)

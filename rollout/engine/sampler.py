@@ -36,8 +36,8 @@ def sample_into(out: Tensor, logits: Tensor, state: Tensor, position: Tensor, *,
             top_p.view(torch.float32),
             min_p.view(torch.float32),
         )
+        out[0].copy_(token)
+        floats[1].copy_(logprob)
         floats[2].copy_(kept_mass)
     else:
-        token, logprob = kernels.sample(logits, key0, key1, position, temperature.view(torch.float32))
-    out[0].copy_(token)
-    floats[1].copy_(logprob)
+        kernels.sample(logits, key0, key1, position, temperature.view(torch.float32), out=(out[0], floats[1]))

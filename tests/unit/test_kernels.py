@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from rollout.engine import kernels, reference
-from rollout.engine.kernels.tuning import Tiles, num_splits, split_tokens
+from rollout.engine.kernels import tuning
+from rollout.engine.kernels.tuning import Tiles
 from tests import paged
 
 pytest.importorskip("triton")
-from rollout.engine.kernels import decode, kv_write, prefill, sampling
+from rollout.engine.kernels import decode, kv_write, prefill, sampling, step_start
 
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, where unsigned integers wrap
@@ -34,12 +35,15 @@ def _dot_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     return torch.float16 if device == "cpu" and dtype == torch.bfloat16 else dtype
 
 
-def _check_decode(case: paged.Paged, heads: int, splits: int | None = None, **options: float) -> Tensor:
+def _cuts(case: paged.Paged, window: int = 0, **choices: object) -> Tensor:
+    return decode.decode_cuts(case.rows, case.last, case.k_cache, window=window, **choices)
+
+
+def _check_decode(
+    case: paged.Paged, heads: int, *, tiles: Tiles | None = None, cuts: Tensor | None = None, **options: float
+) -> Tensor:
     head_dim = case.kv.shape[-1]
     query = paged.queries(len(case.lengths), heads, head_dim, case.kv, transposed=True)
-    tiles = options.pop("tiles", None)
-    least_programs = options.pop("least_programs", None)
-    piece_tokens = options.pop("split_tokens", None)
     out = decode.paged_decode(
         query,
         case.k_cache,
@@ -49,9 +53,7 @@ def _check_decode(case: paged.Paged, heads: int, splits: int | None = None, **op
         case.last,
         scaling=0.3,
         tiles=tiles,
-        splits=splits,
-        split_tokens=piece_tokens,
-        least_programs=least_programs,
+        cuts=cuts,
         **options,
     )
     assert out.dtype == query.dtype
@@ -76,7 +78,8 @@ def _check_decode(case: paged.Paged, heads: int, splits: int | None = None, **op
 def test_decode_windows_and_softcap(device: str, window: int, softcap: float) -> None:
     case = paged.make(LENGTHS, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, device=device)
     tiles = Tiles(16, 16, 4, 2, 1)
-    _check_decode(case, 6, window=window, softcap=softcap, tiles=tiles, splits=4, split_tokens=16)
+    cuts = _cuts(case, window, tiles=tiles, programs=14, least_tokens=16)
+    _check_decode(case, 6, window=window, softcap=softcap, tiles=tiles, cuts=cuts)
 
 
 @on_devices
@@ -107,16 +110,43 @@ def test_decode_shapes(
 @on_devices
 @pytest.mark.parametrize(("heads", "kv_heads", "window"), [(6, 2, 0), (1, 1, 40)])
 def test_decode_joins_pieces_launch_after_launch(device: str, heads: int, kv_heads: int, window: int) -> None:
-    """Rows of one piece and of many, under more programs and fewer than pieces; counters are zero again after each."""
-    tiles, sizes = Tiles(16, 16, 4, 2, 1), {"splits": 16, "split_tokens": 16}
-    results = []
-    for lengths in ([5, 170, 16, 17], [290, 1, 1]):
+    """One program for all rows, shares that begin and end inside of rows, and more programs than there is work for."""
+    tiles = Tiles(16, 16, 4, 2, 1)
+    for lengths in ([5, 170, 16, 17], [290, 1, 1], [1] * 7):
         case = paged.make(lengths, kv_heads=kv_heads, head_dim=16, block_size=16, dtype=torch.float32, device=device)
-        for least_programs in (1, 40):
-            how = {"window": window, "tiles": tiles, "least_programs": least_programs}
-            results.append(_check_decode(case, heads, **how, **sizes))
+        for programs in (1, 5, 14, 80):
+            cuts = _cuts(case, window, tiles=tiles, programs=programs, least_tokens=16)
+            _check_decode(case, heads, window=window, tiles=tiles, cuts=cuts)
             assert not any(bool(counters.any()) for made in decode._made.values() for counters in made)
-        assert torch.equal(results[-1], results[-2])  # who takes a piece makes no difference
+
+
+@on_devices
+@pytest.mark.parametrize("window", [0, 1, 33])
+@pytest.mark.parametrize("lengths", [[1], [64, 50] * 3, [5, 170, 16, 17, 1, 1], [290, 1, 1]])
+def test_shares_are_equal_and_miss_nothing(device: str, lengths: list[int], window: int) -> None:
+    case = paged.make(lengths, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, device=device)
+    seen = [min(length, window or length) for length in lengths]
+    first = [(length - s) // 16 for length, s in zip(lengths, seen, strict=True)]
+    tiles = [(length - 1) // 16 + 1 - low for length, low in zip(lengths, first, strict=True)]
+    line = [(row, tile) for row, count in enumerate(tiles) for tile in range(count)]
+    rows_are_whole = []
+    for programs, least_tokens in ((2, 16), (6, 16), (14, 16), (62, 16), (62, 64)):
+        cuts = _cuts(case, window, tiles=Tiles(16, 16, 4, 2, 1), programs=programs, least_tokens=least_tokens).tolist()
+        shares, share_tiles = len(cuts), cuts[0][3]
+        assert shares == programs // 2
+        at = 0
+        for row, tile, count, every, position, sequence, *_ in cuts:
+            assert at == len(line) if count == 0 else (row, tile) == line[at]
+            assert count == 0 or (every, position, sequence) == (share_tiles, lengths[row] - 1, row)
+            at += count
+        assert at == len(line)
+        counts = [cut[2] for cut in cuts]
+        if any(cut[1] for cut in cuts):
+            assert share_tiles == max(-(-len(line) // shares), least_tokens // 16)
+            assert all(count == share_tiles for count in counts[: len(line) // share_tiles])
+        rows_are_whole.append(all(cut[1] == 0 for cut in cuts) and counts.count(0) <= shares // 10)
+    if lengths == [64, 50] * 3:
+        assert rows_are_whole == [True, True, False, False, False]
 
 
 @on_devices
@@ -132,18 +162,17 @@ def test_counters_grow_without_moving_those_in_use(device: str, monkeypatch: pyt
 
 
 @on_devices
-def test_decode_does_not_depend_on_how_rows_share_programs(device: str) -> None:
-    """A row's own result is the same bits alone as among others, as long as the split rule is the same."""
-    tiles, options = Tiles(16, 16, 4, 2, 1), {"splits": 8, "split_tokens": 16}
+def test_a_row_alone_differs_from_one_among_others_by_rounding_at_most(device: str) -> None:
+    tiles = Tiles(16, 16, 4, 2, 1)
     case = paged.make(LENGTHS, kv_heads=1, head_dim=16, block_size=16, dtype=torch.float32, device=device)
-    together = _check_decode(case, 3, tiles=tiles, **options)
+    together = _check_decode(case, 3, tiles=tiles, cuts=_cuts(case, tiles=tiles, programs=3, least_tokens=16))
     query = paged.queries(len(LENGTHS), 3, 16, case.kv)
-    for row in (0, 4):
+    for row in range(len(LENGTHS)):
         alone = decode.paged_decode(
             query[row : row + 1], case.k_cache, case.v_cache, case.block_table, case.rows[row : row + 1],
-            case.last[row : row + 1], scaling=0.3, tiles=tiles, **options,
+            case.last[row : row + 1], scaling=0.3, tiles=tiles,
         )  # fmt: skip
-        assert torch.equal(alone[0], together[row])
+        torch.testing.assert_close(alone[0], together[row], atol=1e-6, rtol=0)
 
 
 @on_devices
@@ -158,23 +187,12 @@ def test_decode_padding_rows(device: str) -> None:
     assert torch.allclose(out[1:3], torch.tensor(0.5, device=device))
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32, 64, 256, 1024])
-def test_pieces_fill_the_gpu_and_are_not_small(rows: int, kv_heads: int) -> None:
-    sms, programs = 132, 4 * 132
-    splits, least = num_splits(rows, kv_heads, programs), split_tokens(rows, kv_heads, sms)
-    assert 4 <= splits <= 64
-    assert least in (64, 128, 256, 512, 1024)
-    pairs = rows * kv_heads
-    for length in (512, 1024, 4096, 16384):
-        pieces = min(splits, -(-length // least))
-        # as many pieces as a GPU runs at once at 2,048 positions, or as small as they may be
-        if length >= 2048:
-            assert pieces * pairs >= 2 * sms or pieces == 64 or least == 64
-        assert length // pieces >= 64
-        # rows of a batch that fills the GPU anyhow are whole
-        assert pieces == 1 or length > 1024 or pairs <= 1.5 * sms
-    assert -(-16384 // splits) <= 1024 or pairs > 8 * programs  # no long row is what everyone waits for
+def test_large_batches_take_all_programs_and_small_ones_join_fewer_pieces() -> None:
+    tiles = tuning.decode_tiles(128, 2)
+    at_once = [tuning.decode_programs(rows * 8, tiles, 132) // 132 for rows in (1, 16, 32, 64, 1024)]
+    assert at_once == [2, 2, 2, 4, 4]
+    assert tuning.decode_programs(8, tuning.decode_tiles(128, 4), 132) == 264
+    assert tuning.decode_programs(8192, tuning.decode_tiles(128, 4), 132) == 264  # no more run at once
 
 
 @on_devices
@@ -221,6 +239,21 @@ def test_write_kv(device: str, kv_heads: int, head_dim: int, dtype: torch.dtype)
     kv_write.write_kv(key, value, empty[:, 1, 0], empty[:, 1, 1], case.block_table, token_row, position)
     case.kv[0] = float("nan")
     assert torch.equal(empty.nan_to_num(9.0), case.kv.nan_to_num(9.0))
+
+
+@on_devices
+def test_start_decode(device: str) -> None:
+    def of(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    previous = of(70, 71, 72, 73, 74)
+    row, position, new_block = of(1, 0, 3, 2), of(16, 40, 31, 32), of(9, -1, -1, 8)
+    args = (of(0, 41, 0, 43), of(2, -1, 0, -1), previous, row, position, new_block)
+    tables = [torch.full((4, 5), 6, dtype=torch.int32, device=device) for _ in range(2)]
+    for start, table in zip((step_start.start_decode, reference.start_decode), tables, strict=True):
+        assert start(*args, table, 16).tolist() == [72, 41, 70, 43]
+        assert (table != 6).nonzero().tolist() == [[1, 1], [2, 2]]
+        assert [int(table[1, 1]), int(table[2, 2])] == [9, 8]
 
 
 def _sampling_inputs(rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ Triton is imported at the first CUDA call, so a machine without it can import an
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from rollout.engine import reference
 from rollout.engine.kernels.filter import sample_filtered
 
 # NOTE: no submodule may have one of these names: importing it would put it in the function's place in this package.
-__all__ = ["paged_decode", "paged_prefill", "sample", "sample_filtered", "write_kv"]
+__all__ = ["decode_cuts", "paged_decode", "paged_prefill", "sample", "sample_filtered", "start_decode", "write_kv"]
 
 
 def write_kv(
@@ -46,16 +47,34 @@ def paged_decode(
     scaling: float,
     window: int = 0,
     softcap: float = 0.0,
+    cuts: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query a row over the row's cache. See `reference.paged_decode`."""
-    implementation: Callable[..., Tensor] = reference.paged_decode
+    """Attention of one query a row over the row's cache, see `reference.paged_decode`; `cuts` are `decode_cuts`'s."""
+    how: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap}
     if query.is_cuda:
         from rollout.engine.kernels import decode
 
-        implementation = decode.paged_decode
-    return implementation(
-        query, k_cache, v_cache, block_table, token_row, position, scaling=scaling, window=window, softcap=softcap
-    )
+        return decode.paged_decode(query, k_cache, v_cache, block_table, token_row, position, **how, cuts=cuts)
+    return reference.paged_decode(query, k_cache, v_cache, block_table, token_row, position, **how)
+
+
+def decode_cuts(token_row: Tensor, position: Tensor, k_cache: Tensor, window: int) -> Tensor | None:
+    """How the step's KV is shared among programs: what all layers with this window hand to `paged_decode`.
+
+    Args:
+        token_row: int32 [rows].
+        position: int32 [rows].
+        k_cache: [blocks, kv heads, block size, head dim], of any layer.
+        window: how many positions back a row sees, itself included; 0: all.
+
+    Returns:
+        None where the implementation needs no such thing.
+    """
+    if not position.is_cuda or position.numel() == 0:
+        return None
+    from rollout.engine.kernels import decode
+
+    return decode.decode_cuts(token_row, position, k_cache, window=window)
 
 
 def paged_prefill(
@@ -93,11 +112,42 @@ def paged_prefill(
     )
 
 
-def sample(logits: Tensor, key0: Tensor, key1: Tensor, position: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token a row, with its logprob under the full distribution. See `reference.sample`."""
-    implementation: Callable[..., tuple[Tensor, Tensor]] = reference.sample
+def sample(
+    logits: Tensor,
+    key0: Tensor,
+    key1: Tensor,
+    position: Tensor,
+    temperature: Tensor,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw a token a row, with its logprob under the full distribution, into `out` if given. See `reference.sample`."""
     if logits.is_cuda:
         from rollout.engine.kernels import sampling
 
-        implementation = sampling.sample
-    return implementation(logits, key0, key1, position, temperature)
+        return sampling.sample(logits, key0, key1, position, temperature, out=out)
+    drawn = reference.sample(logits, key0, key1, position, temperature)
+    if out is None:
+        return drawn
+    out[0].copy_(drawn[0])
+    out[1].copy_(drawn[1])
+    return out
+
+
+def start_decode(
+    token_ids: Tensor,
+    carry: Tensor,
+    previous_tokens: Tensor,
+    token_row: Tensor,
+    position: Tensor,
+    new_block: Tensor,
+    block_table: Tensor,
+    block_size: int,
+) -> Tensor:
+    """Carry tokens over, and enter new blocks in the block table. See `reference.start_decode`."""
+    implementation: Callable[..., Tensor] = reference.start_decode
+    if token_ids.is_cuda:
+        from rollout.engine.kernels import step_start
+
+        implementation = step_start.start_decode
+    return implementation(token_ids, carry, previous_tokens, token_row, position, new_block, block_table, block_size)

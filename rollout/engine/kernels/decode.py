@@ -1,10 +1,13 @@
 """Triton: attention of one query a row over its paged KV.
 
-Owns the decode kernel. A row's KV is cut into pieces, at places that depend on nothing but the row's own length and
-the batch's size, so a row's result does not depend on its neighbours. Every row's first piece has a program of its own,
-which knows its place without looking at other rows; the pieces beyond that, which long rows alone have, are dealt among
-all programs. The last piece of a row to end joins them all. The query heads of a kv head go through its keys and values
-together. Refuses to run twice at once on one stream's counters, as two streams replaying graphs of one would.
+Owns the decode kernel. Of each kv head, the rows' KV lies in one line of tiles, cut into shares of equal length, one
+for each program: so all programs end together, whether rows are alike or one of them is as long as all others. A share
+may begin and end inside of rows, and the last share of a row to end joins its pieces; rows that are alike are shared
+out whole. `decode_cuts` decides, once a step for all layers. The query heads of a kv head go through its keys and
+values together. Refuses to run twice at once on one stream's counters, as two streams replaying graphs of one would.
+
+Where a row is cut depends on its neighbours' lengths, and so does the rounding of its float32 sums; nothing else does.
+Equal shares are the idea of stream-K (Osama et al., 2023).
 """
 
 from __future__ import annotations
@@ -18,20 +21,66 @@ from rollout.engine.kernels import tuning
 from rollout.engine.kernels.kv_write import check_cache
 
 _LEAST_COUNTERS = 1 << 14  # covers 1,024 rows of 16 kv heads
+_CUTS_BLOCK = 16  # shares whose beginning a program of `_cuts_kernel` looks for
 
 
 @triton.jit
-def _cut(at, splits, split_shift, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First tile, tiles and pieces of a row (or rows) whose last position is `at`.
-
-    No piece has more tiles than 2**split_shift, unless the row would have more pieces than `splits`.
-    """
+def _tiles_of(at, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First tile and number of tiles that a row (or rows) sees whose last position is `at`."""
     if WINDOW > 0:
         low = tl.maximum(at - (WINDOW - 1), 0) // BLOCK_N
     else:
         low = at * 0
-    tiles = at // BLOCK_N + 1 - low
-    return low, tiles, tl.minimum((tiles + (1 << split_shift) - 1) >> split_shift, splits)
+    return low, at // BLOCK_N + 1 - low
+
+
+@triton.jit(do_not_specialize=["rows", "shares", "least_tiles"])
+def _cuts_kernel(
+    token_row,  # int32 [rows]
+    position,  # int32 [rows]
+    cuts,  # int32 [shares, 8], see `decode_cuts`
+    rows,
+    shares,
+    least_tiles,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lane = tl.arange(0, PADDED_ROWS)
+    real = lane < rows
+    at = tl.load(position + lane, mask=real, other=0)
+    sequence = tl.load(token_row + lane, mask=real, other=0)
+    _, tiles = _tiles_of(at, WINDOW, BLOCK_N)
+    tiles = tl.where(real, tiles, 0)
+    until = tl.cumsum(tiles, 0)  # [PADDED_ROWS], inclusive
+    total = tl.sum(tiles, 0)
+    share_tiles = tl.maximum((total + shares - 1) // shares, least_tiles)
+    # Pieces take time to join. So rows stay whole if that leaves no program with an eighth more than its due, and one
+    # in ten programs without a row at most.
+    share_rows = (rows + shares - 1) // shares
+    whole = (tl.max(tiles, 0) * rows * 8 <= total * 9) & (rows * 10 >= share_rows * shares * 9)
+
+    share = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin = share * share_tiles  # [BLOCK], in the line
+    first = share * share_rows  # the row, where rows stay whole
+    before = tl.where(whole, lane[None, :] < first[:, None], until[None, :] <= begin[:, None]) & real[None, :]
+    row = tl.sum(before.to(tl.int32), 1)  # `rows` where the line has ended
+    start = tl.max(tl.where(before, until[None, :], 0), 1)  # of the row, in the line
+    begin = tl.where(whole, start, begin)
+    inside = (lane[None, :] < first[:, None] + share_rows) & real[None, :]
+    end = tl.where(whole, tl.max(tl.where(inside, until[None, :], 0), 1), begin + share_tiles)
+    count = tl.maximum(tl.minimum(end, total) - begin, 0)
+    cut = cuts + share * 8
+    used = share < shares
+    tl.store(cut, row, mask=used)
+    tl.store(cut + 1, begin - start, mask=used)
+    tl.store(cut + 2, count, mask=used)
+    tl.store(cut + 3, share_tiles, mask=used)
+    # What the row's first load needs stands here as well, lest a program waits for one load after another.
+    chosen = lane[None, :] == row[:, None]
+    tl.store(cut + 4, tl.sum(tl.where(chosen, at[None, :], 0), 1), mask=used)
+    tl.store(cut + 5, tl.sum(tl.where(chosen, sequence[None, :], 0), 1), mask=used)
 
 
 @triton.jit
@@ -76,9 +125,11 @@ def _join(
     partial,
     partial_lse,
     out,
-    pair,
+    row,
+    kv_head,
+    first_share,
     pieces,
-    splits,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
@@ -92,17 +143,15 @@ def _join(
     top = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([PADDED_GROUP], tl.float32)
     acc = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
-    start_of = pair.to(tl.int64) * splits * GROUP
-    partial += start_of * HEAD_DIM
-    partial_lse += start_of
     for start in range(0, pieces, CHUNK):
-        split = start + tl.arange(0, CHUNK)
-        place = split[:, None] * GROUP + member[None, :]  # [CHUNK, PADDED_GROUP]
-        real = (split < pieces)[:, None] & (member < GROUP)[None, :]
+        piece = start + tl.arange(0, CHUNK)
+        cell = ((first_share + piece) * KV_HEADS + kv_head) * 2 + (piece == 0).to(tl.int32)  # see `_decode_kernel`
+        place = cell[:, None] * GROUP + member[None, :]  # [CHUNK, PADDED_GROUP]
+        real = (piece < pieces)[:, None] & (member < GROUP)[None, :]
         # NOTE: .cg goes past the L1 cache, which may hold lines from before the other programs wrote.
         lse = tl.load(partial_lse + place, mask=real, other=float("-inf"), cache_modifier=".cg")
         cells = place[:, :, None] * HEAD_DIM + dim[None, None, :]
-        cell_mask = (split < pieces)[:, None, None] & mask[None, :, :]
+        cell_mask = (piece < pieces)[:, None, None] & mask[None, :, :]
         part = tl.load(partial + cells, mask=cell_mask, other=0.0, cache_modifier=".cg")
         top_next = tl.maximum(top, tl.max(lse, 0))
         decay = tl.exp2(top - top_next)
@@ -111,11 +160,11 @@ def _join(
         acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * part, 0)
         top = top_next
     result = acc / total[:, None]
-    cells_out = (pair.to(tl.int64) * GROUP + member)[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(out + cells_out, result.to(out.dtype.element_ty), mask=mask)
+    at = row.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + member
+    tl.store(out + at[:, None] * HEAD_DIM + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "table_stride", "splits", "split_shift"])
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     query,
     k_cache,
@@ -123,18 +172,16 @@ def _decode_kernel(
     block_table,
     token_row,
     position,
+    cuts,
     out,  # [rows, heads, head_dim]
-    partial,  # float32 [rows, kv_heads, splits, group, head_dim]
-    partial_lse,  # float32 [rows, kv_heads, splits, group], base 2
+    partial,  # float32 [shares, kv_heads, 2, group, head_dim]
+    partial_lse,  # float32 [shares, kv_heads, 2, group], base 2
     ended,  # int32 [at least rows * kv_heads], pieces that have ended; all 0 before and after
-    rows,
     query_row_stride,
     query_head_stride,
     cache_block_stride,
     cache_head_stride,
     table_stride,
-    splits,
-    split_shift,
     scaling,
     softcap,
     KV_HEADS: tl.constexpr,
@@ -143,53 +190,36 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr,  # whether a row may have more pieces than one
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    PADDED_ROWS: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     JOIN_CHUNK: tl.constexpr,
 ):
-    # Items are first all first pieces, then all others; of each, neighbours are the kv heads of one piece. What the
-    # program's own first item needs is asked for before the others are counted, so that it does not wait for them.
-    program = tl.program_id(0)
-    pairs = rows * KV_HEADS
-    row = tl.minimum(program // KV_HEADS, rows - 1)
-    at = tl.load(position + row)
-    sequence = tl.load(token_row + row)
-    items = pairs
-    if SPLIT:
-        lane = tl.arange(0, PADDED_ROWS)
-        every = tl.load(position + lane, mask=lane < rows, other=0)
-        _, _, pieces = _cut(every, splits, split_shift, WINDOW, BLOCK_N)
-        items += tl.sum(tl.where(lane < rows, pieces - 1, 0), 0) * KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS  # neighbours share a block table
+    share = tl.program_id(0) // KV_HEADS
+    cut = cuts + share * 8
+    row = tl.load(cut)
+    offset = tl.load(cut + 1)
+    left = tl.load(cut + 2)
+    share_tiles = tl.load(cut + 3)
+    at = tl.load(cut + 4)
+    sequence = tl.load(cut + 5)
+    at_tile = share * share_tiles - offset  # where the row begins in the line
 
     dim = tl.arange(0, PADDED_DIM)
     member = tl.arange(0, BLOCK_M)  # of the group of query heads
+    head = kv_head * GROUP + member
     query_mask = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    head_offset = kv_head * cache_head_stride
 
-    for item in range(program, items, tl.num_programs(0)):
-        kv_head = item % KV_HEADS
-        split = item * 0
-        if SPLIT:
-            if item >= pairs:
-                nth = (item - pairs) // KV_HEADS
-                lane = tl.arange(0, PADDED_ROWS)
-                every = tl.load(position + lane, mask=lane < rows, other=0)
-                _, _, pieces = _cut(every, splits, split_shift, WINDOW, BLOCK_N)
-                until = tl.cumsum(tl.where(lane < rows, pieces - 1, 0), 0)  # inclusive
-                row = tl.sum((until <= nth).to(tl.int32), 0)
-                split = 1 + nth - tl.max(tl.where(until <= nth, until, 0), 0)
-                at = tl.load(position + row)
-                sequence = tl.load(token_row + row)
+    while left > 0:
         table = block_table + sequence.to(tl.int64) * table_stride
-        low, tiles, row_pieces = _cut(at, splits, split_shift, WINDOW, BLOCK_N)
-        first = low + split * tiles // row_pieces
-        last = low + (split + 1) * tiles // row_pieces
+        low, tiles = _tiles_of(at, WINDOW, BLOCK_N)
+        count = tl.minimum(tiles - offset, left)
+        first = low + offset
+        last = first + count
 
-        head = kv_head * GROUP + member
-        head_offset = kv_head * cache_head_stride
         query_at = query + row.to(tl.int64) * query_row_stride + head[:, None] * query_head_stride + dim[None, :]
         q = tl.load(query_at, mask=query_mask, other=0.0)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -224,24 +254,80 @@ def _decode_kernel(
             block = block_next
 
         result = acc / total[:, None]
-        pair = row * KV_HEADS + kv_head
-        if (not SPLIT) or row_pieces == 1:
+        if count == tiles:
             cells_out = (row.to(tl.int64) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dim[None, :]
             tl.store(out + cells_out, result.to(out.dtype.element_ty), mask=query_mask)
         else:
-            place = (pair.to(tl.int64) * splits + split) * GROUP + member
+            # A share has two pieces at most: of a row that began in an earlier one, and of one that ends in a later.
+            place = ((share * KV_HEADS + kv_head) * 2 + (offset == 0).to(tl.int32)) * GROUP + member
             tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], result, mask=query_mask)
             tl.store(partial_lse + place, top + tl.log2(total), mask=member < GROUP)
+            first_share = at_tile // share_tiles
+            pieces = (at_tile + tiles - 1) // share_tiles - first_share + 1
+            pair = row * KV_HEADS + kv_head
             # One thread counts for the program: barriers make that release the stores, and acquire the loads, of all.
             tl.debug_barrier()
             before = tl.atomic_add(ended + pair, 1, sem="acq_rel")
             tl.debug_barrier()
-            if before == row_pieces - 1:
+            if before == pieces - 1:
                 _join(
-                    partial, partial_lse, out, pair, row_pieces, splits, GROUP, HEAD_DIM, PADDED_GROUP, PADDED_DIM,
-                    JOIN_CHUNK,
+                    partial, partial_lse, out, row, kv_head, first_share, pieces, KV_HEADS, GROUP, HEAD_DIM,
+                    PADDED_GROUP, PADDED_DIM, JOIN_CHUNK,
                 )  # fmt: skip
                 tl.store(ended + pair, 0)
+        left -= count
+        at_tile += tiles
+        offset = 0
+        row += 1
+        if left > 0:
+            at = tl.load(position + row)
+            sequence = tl.load(token_row + row)
+
+
+def decode_cuts(
+    token_row: Tensor,
+    position: Tensor,
+    k_cache: Tensor,
+    *,
+    window: int = 0,
+    tiles: tuning.Tiles | None = None,
+    programs: int | None = None,
+    least_tokens: int | None = None,
+) -> Tensor:
+    """Where the shares of a step's KV begin: for every layer that has this window.
+
+    Args:
+        token_row: int32 [rows], each row's place in the block table.
+        position: int32 [rows], each row's last position.
+        k_cache: [blocks, kv heads, block size, head dim], of any layer.
+        window: how many positions back a row sees, itself included; 0: all.
+        tiles: stands in for the choice of `tuning`, for measurements; so do `programs`, which run at once, and
+            `least_tokens`, positions below which a share isn't cut.
+
+    Returns:
+        int32 [shares, 8], of each share: the row in which it begins, the tile of it, its own tiles, those of any share
+        where rows are cut, and the row's position and place in the block table; the last two mean nothing.
+    """
+    rows, device = position.shape[0], position.device
+    _, kv_heads, _, head_dim = k_cache.shape
+    tiles = tiles or tuning.decode_tiles(head_dim, k_cache.element_size())
+    programs = programs or tuning.decode_programs(rows * kv_heads, tiles, tuning.sm_count(device))
+    shares = max(1, programs // kv_heads)
+    cuts = torch.empty((shares, 8), dtype=torch.int32, device=device)
+    _cuts_kernel[(triton.cdiv(shares, _CUTS_BLOCK),)](
+        token_row,
+        position,
+        cuts,
+        rows,
+        shares,
+        max(1, (least_tokens or tuning.LEAST_SHARE_TOKENS) // tiles.block_n),
+        WINDOW=window,
+        BLOCK_N=tiles.block_n,
+        PADDED_ROWS=triton.next_power_of_2(rows),
+        BLOCK=_CUTS_BLOCK,
+        num_warps=4,
+    )
+    return cuts
 
 
 def paged_decode(
@@ -255,16 +341,13 @@ def paged_decode(
     scaling: float,
     window: int = 0,
     softcap: float = 0.0,
+    cuts: Tensor | None = None,
     tiles: tuning.Tiles | None = None,
-    splits: int | None = None,
-    split_tokens: int | None = None,
-    least_programs: int | None = None,
 ) -> Tensor:
     """Attention of one query a row over the row's cache. See `reference.paged_decode`.
 
-    `tiles`, `splits` (the most pieces a row may be cut into), `split_tokens` (KV positions below which a piece is not
-    cut) and `least_programs` (launched, where there are pieces for them) stand in for the choices of `tuning`, for
-    measurements.
+    `cuts` is what `decode_cuts` made for these positions, window and tiles; None: it is made here. `tiles` stand in for
+    the choice of `tuning`, for measurements.
     """
     rows, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
@@ -274,38 +357,32 @@ def paged_decode(
     out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=device)
     if rows == 0:
         return out
-    group, pairs = heads // kv_heads, rows * kv_heads
+    group = heads // kv_heads
     tiles = tiles or tuning.decode_tiles(head_dim, query.element_size())
-    programs = least_programs or tuning.sm_count(device) * tiles.programs_per_sm
-    split_tokens = split_tokens or tuning.split_tokens(rows, kv_heads, tuning.sm_count(device))
-    split_shift = max(1, split_tokens // tiles.block_n).bit_length() - 1
-    # What a row of the table can hold, or a window can see, has no more pieces than this. One tile more: a window may
-    # begin and end inside of tiles.
-    most_tiles = triton.cdiv(min(window or 2**31, block_table.shape[1] * block_size), tiles.block_n) + (window > 0)
-    splits = min(splits or tuning.num_splits(rows, kv_heads, programs), triton.cdiv(most_tiles, 1 << split_shift))
+    if cuts is None:
+        cuts = decode_cuts(token_row, position, k_cache, window=window, tiles=tiles)
+    shares = cuts.shape[0]
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     padded_group = triton.next_power_of_2(group)
-    partial = torch.empty((pairs, splits, group, head_dim) if splits > 1 else (1,), device=device)
-    partial_lse = torch.empty((pairs, splits, group) if splits > 1 else (1,), device=device)
-    _decode_kernel[(max(pairs, min(programs, pairs * splits)),)](
+    partial = torch.empty((shares, kv_heads, 2, group, head_dim), device=device)
+    partial_lse = torch.empty((shares, kv_heads, 2, group), device=device)
+    _decode_kernel[(shares * kv_heads,)](
         query,
         k_cache,
         v_cache,
         block_table,
         token_row,
         position,
+        cuts,
         out,
         partial,
         partial_lse,
-        _counters(device, pairs),
-        rows,
+        _counters(device, rows * kv_heads),
         query.stride(0),
         query.stride(1),
         k_cache.stride(0),
         k_cache.stride(1),
         block_table.stride(0),
-        splits,
-        split_shift,
         scaling,
         softcap,
         KV_HEADS=kv_heads,
@@ -314,11 +391,9 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         WINDOW=window,
         SOFTCAP=softcap > 0.0,
-        SPLIT=splits > 1,
         BLOCK_M=max(16, padded_group),
         BLOCK_N=tiles.block_n,
         PADDED_DIM=padded_dim,
-        PADDED_ROWS=max(32 * tiles.warps, triton.next_power_of_2(rows)) if splits > 1 else 1,
         PADDED_GROUP=padded_group,
         # pieces that are joined at a time: 64 values a thread
         JOIN_CHUNK=max(1, min(16, 2048 * tiles.warps // (padded_group * padded_dim))),

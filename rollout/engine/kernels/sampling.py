@@ -145,20 +145,23 @@ def sample(
     position: Tensor,
     temperature: Tensor,
     *,
+    out: tuple[Tensor, Tensor] | None = None,
     block: int | None = None,
     warps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw a token a row, with its logprob under the full distribution. See `reference.sample`.
 
-    `block` (vocabulary ids a program takes) and `warps` stand in for the choices of `tuning`, for measurements.
+    `out` is where to write them: int32 and float32 [rows], contiguous. `block` (vocabulary ids a program takes) and
+    `warps` stand in for the choices of `tuning`, for measurements.
     """
     rows, vocab = logits.shape
     device = logits.device
-    token = torch.empty(rows, dtype=torch.int32, device=device)
-    logprob = torch.empty(rows, dtype=torch.float32, device=device)
+    if out is None:
+        out = torch.empty_like(position), torch.empty(rows, dtype=torch.float32, device=device)
+    token, logprob = out
     if rows == 0:
-        return token, logprob
-    assert logits.stride(1) == 1
+        return out
+    assert logits.stride(1) == token.stride(0) == logprob.stride(0) == 1
     block = block or tuning.sample_block(rows, vocab, tuning.sm_count(device))
     warps = warps or max(1, block // 1024)
     chunks = triton.cdiv(vocab, block)
@@ -195,4 +198,4 @@ def sample(
         PADDED_CHUNKS=triton.next_power_of_2(chunks),
         num_warps=4,
     )
-    return token, logprob
+    return out

@@ -52,23 +52,18 @@ def prefill_tiles(head_dim: int, itemsize: int) -> Tiles:
     return _look_up(_PREFILL, head_dim, itemsize)
 
 
-def num_splits(rows: int, kv_heads: int, programs: int) -> int:
-    """The most pieces a row's KV is cut into, on a GPU that runs that many programs at once.
+LEAST_SHARE_TOKENS = 64
+"""KV positions of a kv head that are worth a program of their own in decode attention."""
 
-    A function of the batch's size and never of KV lengths. The rows of a small batch must be able to fill the GPU; in
-    a large one a row of 16K positions must not be what everyone waits for, and beyond that, pieces only cost memory.
+
+def decode_programs(pairs: int, tiles: Tiles, sm_count: int) -> int:
+    """Programs of decode attention that run at once, for `pairs` of row and kv head.
+
+    A function of the batch's size and never of KV lengths. No more than are of use: a GPU that also starts idle ones
+    shares the others out among its SMs unevenly.
     """
-    pairs = rows * kv_heads
-    return max(16 if pairs <= 8 * programs else 4, min(64, programs // pairs))
-
-
-def split_tokens(rows: int, kv_heads: int, sm_count: int) -> int:
-    """The KV positions below which a piece is not cut further.
-
-    Pieces take time to begin and to join, so they are as long as they can be: rows of 1,024 positions give an SM two
-    pieces, which is about where memory bandwidth is all used.
-    """
-    return min(1024, max(64, _power_of_two(512 * rows * kv_heads // sm_count)))
+    at_once = max(2, min(4, -(-pairs // sm_count)))
+    return sm_count * min(at_once, tiles.programs_per_sm)
 
 
 def sample_block(rows: int, vocab: int, sm_count: int) -> int:
@@ -90,7 +85,3 @@ def _look_up(table: dict[tuple[int, int], Tiles], head_dim: int, itemsize: int) 
         f"no attention kernel for head_dim {head_dim} with elements of {itemsize} bytes: "
         "head_dim may be at most 256, and the dtype bfloat16, float16 or float32"
     )
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
