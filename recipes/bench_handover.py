@@ -10,13 +10,19 @@ CUDA graph is captured again. Mapping memory costs a few milliseconds for tens o
 copies nothing either where engine and learner share their weights (`--shared`), and is one pass over them where a
 float32 learner feeds a bf16 engine (`--copied`): that takes the bytes read and written over the memory's bandwidth.
 
-The learner here is a stand-in: it takes nine tenths of the memory that is free by then and writes to all of it, as
-activations would, and then changes every parameter in place, as an optimiser does. Weights are random, of real shapes.
+The learner here is a stand-in: it takes memory and writes to all of it, as activations would, and then changes every
+parameter in place, as an optimiser does. PyTorch keeps what the learner took, its *reserve*, for the next step. If the
+KV cache fits beside that (`--learner-gib 40`), `wake` leaves it alone; else it has to be freed first. By default it has
+to: the learner takes nine tenths of the free memory. The output says which it was. Its step takes a second at least
+(`--learner-s`), as a real one does: the driver clears memory that was freed, and mapping waits for that if it comes too
+soon. Weights are random, of real shapes.
 
 Prints a table of medians over the phases with the free memory after each part of a round, then one JSON line. Raises if
-anything was captured again or an address has moved. `--phases 200 --model tiny` shows whether memory grows.
+anything was captured again, an address has moved, or, over 50 phases and more, memory grew: that is what `--model tiny
+--phases 200` is for.
 
     python recipes/bench_handover.py --model 1.7b --shared
+    python recipes/bench_handover.py --model 1.7b --shared --learner-gib 40
     python recipes/bench_handover.py --model 8b --copied --kv-gib 40
     python recipes/bench_handover.py --model tiny --phases 200         # a CPU will do
 """
@@ -30,7 +36,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +48,19 @@ from rollout import EngineConfig, RolloutWorker, SamplingParams
 
 PARTS = ("generate", "sleep", "learner", "exchange", "wake", "first token")
 GIB = 1 << 30
+JUDGED_PHASES = 50
+GROWTH_BYTES = 32 << 20
+"""More than this, over `JUDGED_PHASES` and more, is growth. A GPU's driver hands memory out in pieces of 2 MiB."""
+
+
+class Part(NamedTuple):
+    """A part of a round."""
+
+    seconds: float
+    free_bytes: int
+    """Of the device, afterwards."""
+    freed_bytes: int
+    """Of PyTorch's reserve, given back meanwhile."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -52,15 +71,27 @@ def free_bytes(device: torch.device) -> int:
     return 64 * GIB - resident_pages * 4096
 
 
-def learner_step(model: torch.nn.Module, device: torch.device, scratch_bytes: int) -> None:
-    """Fills memory as activations would, then changes every parameter in place."""
+def reserve_bytes(device: torch.device) -> int:
+    """Memory that PyTorch holds on a GPU, in use or at hand. 0 on a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def used_bytes(device: torch.device) -> int:
+    """What of the reserve is in use."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def learner_step(model: torch.nn.Module, device: torch.device, scratch_bytes: int, least_s: float) -> None:
+    """Fills memory as activations would, for `least_s` seconds, then changes every parameter in place."""
+    until_s = time.perf_counter() + least_s
     scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
     scratch.fill_(1)
+    while time.perf_counter() < until_s:
+        scratch.fill_(1)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     with torch.no_grad():
         torch._foreach_mul_(list(model.parameters()), 1.0001)
-    del scratch
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def addresses(worker: RolloutWorker) -> list[int]:
@@ -73,8 +104,8 @@ def addresses(worker: RolloutWorker) -> list[int]:
 
 def round_trip(
     worker: RolloutWorker, model: torch.nn.Module, args: argparse.Namespace, device: torch.device
-) -> dict[str, tuple[float, int]]:
-    """One phase. Seconds and free bytes afterwards, by part."""
+) -> dict[str, Part]:
+    """One phase, by part."""
     generator = torch.Generator().manual_seed(worker.policy_version)
     vocabulary = model.config.vocab_size
     prompts = torch.randint(10, vocabulary, (args.rows, args.prompt), generator=generator).tolist()
@@ -83,23 +114,27 @@ def round_trip(
     def sleep() -> None:
         nonlocal scratch_bytes
         report = worker.sleep()
-        scratch_bytes = int(0.9 * report.free_bytes) if device.type == "cuda" else 8 << 20
+        free = report.free_bytes + reserve_bytes(device) - used_bytes(device)
+        default = int(0.9 * free) if device.type == "cuda" else 8 << 20
+        scratch_bytes = default if args.learner_gib is None else int(args.learner_gib * GIB)
 
     parts: dict[str, Callable[[], Any]] = {
         "generate": lambda: worker.generate(prompts, SamplingParams(max_tokens=args.new, ignore_eos=True)),
         "sleep": sleep,
-        "learner": lambda: learner_step(model, device, scratch_bytes),
+        "learner": lambda: learner_step(model, device, scratch_bytes, args.learner_s),
         "exchange": lambda: worker.exchange(model),
         "wake": worker.wake,
         "first token": lambda: worker.generate(prompts[:1], SamplingParams(max_tokens=1, ignore_eos=True)),
     }
     done = {}
     for name, part in parts.items():
+        reserve = reserve_bytes(device)
         start_s = time.perf_counter()
         part()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        done[name] = time.perf_counter() - start_s, free_bytes(device)
+        seconds = time.perf_counter() - start_s
+        done[name] = Part(seconds, free_bytes(device), max(0, reserve - reserve_bytes(device)))
     return done
 
 
@@ -109,12 +144,12 @@ def growth_bytes(free_after: list[int]) -> int:
     return int(statistics.median(free_after[edge : 2 * edge]) - statistics.median(free_after[-edge:]))
 
 
-def table(rounds: list[dict[str, tuple[float, int]]]) -> str:
+def table(rounds: list[dict[str, Part]]) -> str:
     """Medians, a line for each part of a round."""
     lines = [f"{'':<12} {'median ms':>10} {'worst ms':>10} {'free GiB after':>15}"]
     for name in PARTS:
-        seconds = [one[name][0] for one in rounds]
-        free = statistics.median(one[name][1] for one in rounds)
+        seconds = [one[name].seconds for one in rounds]
+        free = statistics.median(one[name].free_bytes for one in rounds)
         lines.append(
             f"{name:<12} {statistics.median(seconds) * 1e3:>10.2f} {max(seconds) * 1e3:>10.2f} {free / GIB:>15.2f}"
         )
@@ -135,6 +170,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     weights.add_argument("--copied", action="store_true", help="a float32 learner and a bf16 engine")
     parser.set_defaults(copied=False)
     parser.add_argument("--kv-gib", type=float, default=80.0 if cuda else 0.25, help="KV cache, or what fits of it")
+    parser.add_argument(
+        "--learner-gib", type=float, help="what the learner takes; default: nine tenths of what is free, tiny: 1 GiB"
+    )
+    parser.add_argument("--learner-s", type=float, help="seconds of its step at least; default: 1 on a GPU, tiny: 0")
     parser.add_argument("--rows", type=int, default=64 if cuda else 4, help="sequences at once")
     parser.add_argument("--prompt", type=int, default=128 if cuda else 16, help="tokens in a prompt")
     parser.add_argument("--new", type=int, default=32 if cuda else 8, help="tokens in a completion")
@@ -142,8 +181,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--phases", type=int, default=20)
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     args = parser.parse_args(argv)
-    if args.phases < 2 or args.kv_gib <= 0:
-        parser.error("--phases must be at least 2, and --kv-gib positive")
+    if args.phases < 2 or args.kv_gib <= 0 or (args.learner_gib or 1) <= 0:
+        parser.error("--phases must be at least 2, and --kv-gib and --learner-gib positive")
+    if args.learner_gib is None and args.model == "tiny" and args.device.startswith("cuda"):
+        args.learner_gib = 1.0  # many phases are what a tiny model is for
+    if args.learner_s is None:
+        args.learner_s = 1.0 if args.device.startswith("cuda") and args.model != "tiny" else 0.0
     return args
 
 
@@ -178,16 +221,22 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         # On a CPU pages come when they are touched, so a short run never held most of them.
         given_back = (free_bytes(device) - free_awake) / awake.held_bytes if device.type == "cuda" else None
         report = worker.exchange(model)
-    growth = growth_bytes([one["sleep"][1] for one in rounds])
+    growth = growth_bytes([one["sleep"].free_bytes for one in rounds])
+    if args.phases >= JUDGED_PHASES and growth > GROWTH_BYTES:
+        raise RuntimeError(f"{growth} bytes of memory less are free asleep after {args.phases} phases than at first")
+    freed = int(statistics.median(one["exchange"].freed_bytes + one["wake"].freed_bytes for one in rounds))
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    medians = {name: statistics.median(one[name][0] for one in rounds) for name in PARTS}
-    switch = statistics.median(sum(one[name][0] for name in ("sleep", "exchange", "wake")) for one in rounds)
+    medians = {name: statistics.median(one[name].seconds for one in rounds) for name in PARTS}
+    switch = statistics.median(sum(one[name].seconds for name in ("sleep", "exchange", "wake")) for one in rounds)
     moved = sum(p.nbytes for p in model.parameters()) + report.copied_bytes if report.copied else 0
     print(f"{gpu}: {args.model}, weights {'copied' if args.copied else 'shared'}, {args.phases} phases")
     print(f"awake:  {awake}\nasleep: {asleep}\n")
     print(table(rounds))
     print(f"\nsleep + exchange + wake: {switch * 1e3:.2f} ms")
+    if device.type == "cuda":
+        which = f"{freed / GIB:.2f} GiB had to be freed" if freed else "the KV cache fits beside it"
+        print(f"the learner's reserve: {which}")
     if moved:
         floor_s = moved / bytes_s
         print(f"exchange: {medians['exchange'] / floor_s:.2f} x the {floor_s * 1e3:.2f} ms that its bytes need")
@@ -209,10 +258,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "given_back": given_back,
         "captured_again": again,
         "growth_bytes": growth,
+        "freed_bytes": freed,
         "switch_ms": switch * 1e3,
         "exchange_x_floor": medians["exchange"] / (moved / bytes_s) if moved else None,
         "median_ms": {name: seconds * 1e3 for name, seconds in medians.items()},
-        "free_bytes": {name: int(statistics.median(one[name][1] for one in rounds)) for name in PARTS},
+        "free_bytes": {name: int(statistics.median(one[name].free_bytes for one in rounds)) for name in PARTS},
     }
     result = rounded(result)
     print(json.dumps(result, allow_nan=False), flush=True)

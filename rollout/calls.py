@@ -140,6 +140,7 @@ def model_cost(engine: Engine) -> ModelCost | None:
         head_dim=shape.head_dim,
         matmul_params=parameters if table is head else parameters - table.numel(),
         dtype_bytes=engine.dtype.itemsize,
+        wider_bytes=head.numel() * (head.dtype.itemsize - engine.dtype.itemsize),
         kv_dtype_bytes=engine.kv.element_size(),
     )
 

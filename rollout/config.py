@@ -37,7 +37,8 @@ class EngineConfig:
     fused_decoder: bool = True
     """Run dense Llama-like models by fused kernels. False: by the Hugging Face module's own forward, as all others."""
     dtype: torch.dtype | None = None
-    """What the engine computes in. None: the learner's, but bfloat16 for a float32 learner on CUDA."""
+    """What the engine computes in. None: the learner's, but bfloat16 for a float32 learner on CUDA. A head that the
+    learner alone keeps in float32 stays so."""
     eos_token_ids: tuple[int, ...] | None = None
     """Ids that end a completion. None: those of the model's generation config."""
 

@@ -24,9 +24,9 @@ from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.engine.memory import OwnWeights
 from rollout.engine.models.fused import obstacle
-from rollout.engine.models.hf import build_module
+from rollout.engine.models.hf import body_dtype, build_module
 from rollout.engine.models.join import join_projections
-from rollout.engine.models.learner import unwrap
+from rollout.engine.models.learner import sources, unwrap
 from rollout.engine.recorder import Recorder
 from rollout.engine.scheduler import Ended
 from rollout.observe.breakdown import EXCHANGE, GENERATE, SLEEP, WAKE, Breakdown, WallClock
@@ -35,6 +35,7 @@ from rollout.observe.switches import SwitchTimes
 from rollout.types import Completion, MemoryReport, NonFiniteLogitsError, Request
 from rollout.weights.broadcast import BroadcastReceiver
 from rollout.weights.exchange import ExchangeReport, WeightExchange
+from rollout.weights.undo import Undo
 
 KV = Literal["recompute", "keep"]
 
@@ -64,12 +65,12 @@ class RolloutWorker:
     ) -> None:
         self.config = config or EngineConfig()
         learner = unwrap(model)
-        parameter = next(learner.parameters())
-        own_weights = OwnWeights(parameter.device)
+        device = next(learner.parameters()).device
+        own_weights = OwnWeights(device)
         module = build_module(
             model,
-            device=parameter.device,
-            dtype=self.config.dtype or _engine_dtype(parameter),
+            device=device,
+            dtype=self.config.dtype or _engine_dtype(model, device),
             allocate=own_weights.allocate,
         )
         if self.config.fused_decoder and obstacle(module) is None:
@@ -122,7 +123,7 @@ class RolloutWorker:
             ValueError: a prompt is empty or too long, or a parameter can't be met. Nothing has been started.
             NonFiniteLogitsError: the model gave NaN or infinite logits.
             RuntimeError: the worker is closed, asleep or paused, its engine has failed, or its weights aren't whole: an
-                exchange broke off half-way, or `sleep` gave them back and there was no exchange since.
+                exchange couldn't be undone, or `sleep` gave them back and there was no exchange since.
         """
         groups: list[dict[int, Completion]] = [{} for _ in prompts]
         try:
@@ -161,7 +162,7 @@ class RolloutWorker:
         if engine.asleep:
             raise RuntimeError("the worker is asleep: wake() it before generating")
         if not self._exchange.intact:
-            raise RuntimeError("the last weight exchange broke off half-way: exchange again before generating")
+            raise RuntimeError("the last weight exchange couldn't be undone: exchange again before generating")
         if not engine.own_weights.present:
             raise RuntimeError("sleep() gave the engine's own weights back: exchange() before generating")
         return engine
@@ -242,7 +243,7 @@ class RolloutWorker:
 
     @property
     def needs_exchange(self) -> bool:
-        """Whether nothing can be generated before an exchange: own weights went with `sleep`, or one broke off."""
+        """Whether nothing can be generated before an exchange: own weights went with `sleep`, or one wasn't undone."""
         return not (self._exchange.intact and self._open().own_weights.present)
 
     def exchange(self, learner: nn.Module | BroadcastReceiver, *, kv: KV | None = None) -> ExchangeReport:
@@ -263,8 +264,8 @@ class RolloutWorker:
 
         Raises:
             ValueError: a tensor is missing, extra or of another shape. The old version is whole and goes on.
-            RuntimeError: reading the learner's weights failed half-way, or some rank of a broadcast failed. Nothing is
-                generated until an exchange has succeeded, if anything had been written (see `needs_exchange`).
+            RuntimeError: reading the learner's weights failed half-way, or some rank of a broadcast failed. What was
+                written is undone: the old version is whole and goes on, if `sleep` hasn't given it up.
             torch.OutOfMemoryError: asleep, and there is no room for the engine's own weights. Nothing has changed.
         """
         # The other ranks of a broadcast wait for this one, also where it can't go on.
@@ -274,7 +275,7 @@ class RolloutWorker:
             start_s = time.perf_counter()
             self._deliver(engine.drain())
             with self._wall.part(EXCHANGE), engine.own_weights.filling():
-                report = self._exchange.exchange(learner)
+                report = self._exchange.exchange(learner, _undo(engine, kv))
         self._publish(engine, kv)
         seconds = time.perf_counter() - start_s
         self._weight_sync_s += seconds
@@ -443,15 +444,24 @@ class _Stream:
         self._completions.close()
 
 
+def _undo(engine: Engine, kv: KV) -> Undo:
+    """For an exchange: its old values may overwrite keys and values that are to be computed again."""
+    own = engine.own_weights
+    return Undo(
+        lost=lambda weight: not own.present and own.holds(weight),
+        borrow=engine.lend_kv if kv == "recompute" else lambda size: None,
+    )
+
+
 def _checked(kv: KV) -> KV:
     if kv not in ("recompute", "keep"):
         raise ValueError(f"kv must be 'recompute' or 'keep', not {kv!r}")
     return kv
 
 
-def _engine_dtype(parameter: torch.Tensor) -> torch.dtype:
-    on_cuda = parameter.device.type == "cuda"
-    return torch.bfloat16 if on_cuda and parameter.dtype == torch.float32 else parameter.dtype
+def _engine_dtype(learner: nn.Module, device: torch.device) -> torch.dtype:
+    dtype = body_dtype(sources(learner))
+    return torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype
 
 
 def _eos_token_ids(learner: nn.Module) -> tuple[int, ...]:

@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from rollout.config import EngineConfig
 from rollout.engine.batch import Batch
 from rollout.engine.counters import EngineCounters
 from rollout.engine.graphs import GraphKey, GraphPool, row_buckets
 from rollout.engine.memory import KVMemory, OwnWeights, device_free_bytes, used_bytes, weight_bytes
-from rollout.engine.models.hf import capture_obstacle, model_shape
+from rollout.engine.models.hf import capture_obstacle, compute_dtype, model_shape
 from rollout.engine.recorder import NoRecorder, Recorder
 from rollout.engine.runner import ModelRunner
 from rollout.engine.scheduler import Ended, Scheduler
@@ -60,8 +60,7 @@ class Engine:
         recorder: Recorder | None = None,
         on_capture: Callable[[int, int], None] | None = None,
     ) -> None:
-        parameter = next(module.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
+        self.device, self.dtype = next(module.parameters()).device, compute_dtype(module)
         self.module = module
         self.config = config
         self.recorder: Recorder = recorder or NoRecorder()
@@ -271,6 +270,17 @@ class Engine:
         assert not self._in_flight, "drain before weights change"
         self.scheduler.new_version(version, keep_kv=keep_kv)
         self.begin_phase()
+
+    def lend_kv(self, size: int) -> Tensor | None:
+        """The KV cache's memory, uint8, to be overwritten until the next step; None asleep, or if `size` is more.
+
+        Running sequences go back to the queue with their tokens, and are computed again. Nothing may be in flight.
+        """
+        assert not self._in_flight, "drain before the cache is overwritten"
+        if self.asleep or self.kv_memory.mapped_bytes < size:
+            return None
+        self.scheduler.suspend()
+        return self.kv_memory.bytes
 
     def sleep(self) -> list[Ended]:
         """Gives the memory of the KV cache and of the engine's own weights back; graphs, slots and addresses stay.

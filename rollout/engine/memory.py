@@ -140,6 +140,11 @@ class KVMemory:
         """Memory that the cache holds now."""
         return self._range.mapped_bytes
 
+    @property
+    def bytes(self) -> Tensor:
+        """The memory that is mapped, uint8 [mapped bytes]. Who writes to it overwrites the cache."""
+        return self._range.tensor[: self._range.mapped_bytes]
+
     def sleep(self) -> None:
         """Gives all memory back. Nothing that reads or writes the cache may be queued."""
         self._range.unmap()

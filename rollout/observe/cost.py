@@ -39,13 +39,15 @@ class ModelCost:
     """Weights a token is multiplied by: all but the input embedding, of which it takes a row. A tied head counts."""
     dtype_bytes: int = 2
     """Bytes of a weight."""
+    wider_bytes: int = 0
+    """Bytes of weights kept in a wider dtype (a float32 head), beyond `dtype_bytes` each."""
     kv_dtype_bytes: int = 2
     """Bytes of a number in the KV cache."""
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that each step reads."""
-        return self.matmul_params * self.dtype_bytes
+        return self.matmul_params * self.dtype_bytes + self.wider_bytes
 
     @property
     def kv_bytes_per_position(self) -> int:

@@ -5,8 +5,8 @@ shapes and dtypes agree, or all raise before the first byte is written. Then one
 copied into place, and at the end all agree that all went well. An error anywhere is raised everywhere.
 
 A second model is never held: a rank holds one bucket, and the sender besides it the tensors that it makes for that
-bucket. So what breaks off after the first bucket was written leaves a mixture, which the receiver says and the next
-exchange repairs.
+bucket. So what breaks off after the first bucket was written leaves a mixture, which the receiver's caller undoes (see
+`rollout.weights.undo`), also where the group itself broke.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class BroadcastSender:
 
         Raises:
             ValueError: the learner can't be read, or a receiver's tensors are others. Nothing was written anywhere.
-            RuntimeError: an error on some rank, with this one's own as its cause. The receivers may hold a mixture.
+            RuntimeError: an error on some rank, with this one's own as its cause. The receivers' workers go on with the
+                old weights.
         """
         start_s = time.perf_counter()
         try:
@@ -148,11 +149,11 @@ class BroadcastReceiver:
 
         Args:
             targets: the engine's tensors by their plain names.
-            before_writing: called before the first byte is written.
+            before_writing: called before the first byte is written; if it raises, none is.
 
         Raises:
             ValueError: the learner's tensors are others, or another receiver's. Nothing was written anywhere.
-            RuntimeError: an error on some rank. If `before_writing` was called, the targets hold a mixture.
+            RuntimeError: an error on some rank. If `before_writing` returned, the targets hold a mixture.
         """
         plan = self._link.agree("receive", targets, next(iter(targets.values())).device)
         bucket = self._link.new_bucket(plan)

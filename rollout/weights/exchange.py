@@ -1,13 +1,17 @@
 """Owns the exchange of weights: from a learner in the same process, or by broadcast, into an engine's module.
 
 Every name and shape is checked before the first byte is written; the module's addresses never change, so CUDA graphs
-stay valid. Refuses to write over storage that its owner still uses. Counting versions, draining the engine before and
-dropping cached prefixes after are the caller's.
+stay valid. A learner whose tensors lie whole on the engine's device is copied last and at once, which only a broken
+device could interrupt. What has to be made first (merged, gathered, received) may fail at any piece: then all is put
+back (see `rollout.weights.undo`). So an exchange happens whole or not at all. Refuses to write over storage that its
+owner still uses. Counting versions, draining the engine before and dropping cached prefixes after are the caller's.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 from rollout.engine.models.learner import Source, distinct, same_storage, sources, weights, write
 from rollout.weights.broadcast import BroadcastReceiver
 from rollout.weights.manifest import NAMED, check
+from rollout.weights.undo import Undo
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,10 @@ class WeightExchange:
 
     @property
     def intact(self) -> bool:
-        """False from an exchange that broke off while writing to the next one that ends: the weights are a mixture."""
+        """False if an exchange broke off and couldn't be undone, until one ends: the weights are a mixture.
+
+        No known error leads there, other than a device that refuses every call.
+        """
         return not self._torn
 
     @property
@@ -57,7 +65,7 @@ class WeightExchange:
         owners = {name: reference() for name, reference in self._origins.items()}  # type: ignore[operator]
         return [n for n, owner in owners.items() if owner is not None and not same_storage(targets[n], owner)]
 
-    def exchange(self, learner: nn.Module | BroadcastReceiver) -> ExchangeReport:
+    def exchange(self, learner: nn.Module | BroadcastReceiver, undo: Undo | None = None) -> ExchangeReport:
         """Makes the module's weights the learner's, in place, and waits until they have arrived.
 
         Runs on the current stream, which must be the one that the learner's last step ran on, or wait for it. No step
@@ -66,24 +74,26 @@ class WeightExchange:
         Args:
             learner: the model that the module was built from, wrapped or not, or another one of the same tensors; or
                 the receiver of a learner that other processes send.
+            undo: where old values are put aside meanwhile; None: wherever there is room.
 
         Raises:
             ValueError: tensors are missing, extra or misshapen, or a copy would overwrite a model that is still in use.
                 Nothing was written.
-            RuntimeError: reading the learner failed half way, with the cause, or some rank of a broadcast failed. The
-                weights may be a mixture then (see `intact`), not to be sampled from; a later exchange repairs them.
+            RuntimeError: reading the learner failed, with the cause, or some rank of a broadcast failed. The weights
+                are those from before, whole. Of a sharded learner, each rank says and undoes what failed on it.
         """
+        undo = undo or Undo()
         if isinstance(learner, BroadcastReceiver):
-            return self._receive(learner)
+            return self._receive(learner, undo)
         start_s = time.perf_counter()
         targets = _targets(self._module)
         named = distinct(sources(learner))
         check(targets, named)
         shared, copies, rebound = self._sort(targets, named)
-        copied_bytes = self._write(copies)
+        copied_bytes = self._write(copies, undo)
         for name in rebound:
             del self._origins[name]
-        _synchronize(targets)
+        _synchronize(targets.values())
         return ExchangeReport(
             shared=shared,
             copied=len(copies),
@@ -92,10 +102,11 @@ class WeightExchange:
             rebound=len(rebound),
         )
 
-    def _receive(self, receiver: BroadcastReceiver) -> ExchangeReport:
+    def _receive(self, receiver: BroadcastReceiver, undo: Undo) -> ExchangeReport:
         start_s = time.perf_counter()
         targets = _targets(self._module)
-        copied_bytes = receiver.receive(targets, before_writing=self._tear)
+        with self._whole_or_not_at_all(undo):
+            copied_bytes = receiver.receive(targets, before_writing=lambda: undo.save(targets.values()))
         self._torn = False
         # What its owner has left behind is the engine's own from now on.
         for name, reference in list(self._origins.items()):
@@ -104,8 +115,25 @@ class WeightExchange:
                 del self._origins[name]
         return ExchangeReport(0, len(targets), copied_bytes, time.perf_counter() - start_s)
 
-    def _tear(self) -> None:
-        self._torn = True
+    @contextmanager
+    def _whole_or_not_at_all(self, undo: Undo) -> Iterator[None]:
+        """Undoes what its body wrote if that breaks off, whatever the reason: an interrupt from the keyboard, too."""
+        torn = self._torn
+        try:
+            yield
+        except BaseException as error:
+            if not undo.begun:
+                raise
+            self._torn = True  # in case that it can't be undone
+            undo.restore()
+            self._torn = torn
+            if not isinstance(error, Exception):
+                raise
+            raise RuntimeError(
+                f"the weight exchange broke off half-way and was undone, so the old weights are whole: {error}"
+            ) from error
+        finally:
+            undo.close()
 
     @property
     def _origins(self) -> dict[str, object]:
@@ -136,17 +164,26 @@ class WeightExchange:
             )
         return len(named) - len(copies), copies, rebound
 
-    def _write(self, copies: list[tuple[Tensor, Source]]) -> int:
-        try:
-            copied_bytes = write(copies)
-        except Exception as error:
+    def _write(self, copies: list[tuple[Tensor, Source]], undo: Undo) -> int:
+        there: list[tuple[Tensor, Source]] = []
+        made: list[tuple[Tensor, Source]] = []
+        for target, source in copies:
+            (there if source.owner is not None and source.device == target.device else made).append((target, source))
+        if made:
+            with self._whole_or_not_at_all(undo):
+                undo.save(target for target, _ in made)
+                write(made)
+                _synchronize([target for target, _ in made])
+        if there:
             self._torn = True
-            raise RuntimeError(
-                "reading the learner's weights failed half way, so the engine holds a mixture of old and new ones: "
-                "nothing may be generated until an exchange has succeeded"
-            ) from error
+            try:
+                write(there)
+            except Exception as error:  # all was checked, so the device refuses
+                raise RuntimeError(
+                    "copying weights broke off half-way, which leaves a mixture of two versions"
+                ) from error
         self._torn = False
-        return copied_bytes
+        return sum(target.nbytes for target, _ in copies)
 
 
 def _targets(module: nn.Module) -> dict[str, Tensor]:
@@ -154,7 +191,7 @@ def _targets(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in weights(module).items()}
 
 
-def _synchronize(targets: dict[str, Tensor]) -> None:
-    devices = {target.device for target in targets.values() if target.is_cuda}
+def _synchronize(targets: Iterable[Tensor]) -> None:
+    devices = {target.device for target in targets if target.is_cuda}
     for device in devices:
         torch.cuda.current_stream(device).synchronize()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from rollout import EngineConfig, RolloutWorker, SamplingParams
+from rollout.engine.models import learner as learner_module
+from rollout.engine.models.learner import Source
 from rollout.engine.virtual_memory import CudaRange, Driver
+from rollout.weights import exchange, undo
 from tests.tiny_models import ragged_prompts, tiny
 
 pytestmark = pytest.mark.gpu
@@ -253,3 +258,40 @@ def test_a_graph_plays_with_less_mapped() -> None:
         assert tensor[:1024].unique().tolist() == [6]
     assert range_.tensor is tensor and tensor.data_ptr() == address
     range_.close()
+
+
+@pytest.mark.parametrize("place", ["the cache", "the device", "the host"])
+def test_an_exchange_that_breaks_off_is_undone(model: Any, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    real = exchange.sources
+
+    def gathered(learner: Any, last: str) -> dict[str, Source]:
+        """As of a sharded learner: every value is made when it is read, and that of `last` can't be."""
+
+        def read(name: str, source: Source) -> torch.Tensor:
+            if name == last:
+                raise OSError("the link went down")
+            return source.read().clone()
+
+        return {n: dataclasses.replace(s, owner=None, read=partial(read, n, s)) for n, s in real(learner).items()}
+
+    kv: Any = "recompute" if place == "the cache" else "keep"
+    monkeypatch.setattr(learner_module, "CHUNK_BYTES", 1)
+    if place == "the host":
+        monkeypatch.setattr(undo, "device_free_bytes", lambda device: 0)
+    with RolloutWorker(model, EngineConfig(**CONFIG, dtype=torch.bfloat16)) as worker:
+        expected, where = tokens(worker.generate(PROMPTS, GREEDY)), addresses(worker)
+        free = free_bytes()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-0.5)
+        monkeypatch.setattr(exchange, "sources", lambda learner: gathered(learner, "lm_head.weight"))
+        with pytest.raises(RuntimeError, match="old weights are whole"):
+            worker.exchange(model, kv=kv)
+        assert tokens(worker.generate(PROMPTS, GREEDY)) == expected
+        monkeypatch.setattr(exchange, "sources", lambda learner: gathered(learner, ""))
+        worker.exchange(model, kv=kv)
+        assert (worker.policy_version, addresses(worker)) == (1, where)
+        new = tokens(worker.generate(PROMPTS, GREEDY))
+        assert abs(free_bytes() - free) < 64 << 20
+    with RolloutWorker(model, EngineConfig(**CONFIG, dtype=torch.bfloat16)) as fresh:
+        assert tokens(fresh.generate(PROMPTS, GREEDY)) == new != expected

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch import nn
 
 from rollout import EngineConfig, RolloutWorker, SamplingParams
 from rollout.engine.models import build_module
 from rollout.engine.models.learner import Source
 from rollout.weights import BroadcastReceiver, BroadcastSender, WeightExchange, broadcast
+from rollout.weights.undo import Undo
 from tests.processes import Case, run
 from tests.tiny_models import ARCHITECTURES, fingerprint, ragged_prompts, tiny
 
@@ -106,6 +110,33 @@ def buckets_are_bounded(rank: int) -> None:
     with mock.patch.object(dist, "broadcast", watched):
         equal_weights(rank, "llama", torch.float32, 10_000)
     assert len(sizes) > 10 and max(sizes) <= 10_000 + 16
+
+
+def one_pass_packs_a_bucket_and_converts_in_it(rank: int) -> None:
+    passes: list[list[tuple[torch.dtype, torch.dtype]]] = []
+    sent: list[int] = []
+    pack, pass_on = torch._foreach_copy_, dist.broadcast
+
+    def packed(targets: Any, values: Any, non_blocking: bool = False) -> None:
+        passes.append([(t.dtype, v.dtype) for t, v in zip(targets, values, strict=True)])
+        pack(targets, values, non_blocking=non_blocking)
+
+    def passed(tensor: torch.Tensor, **options: Any) -> None:
+        sent.append(tensor.nbytes)
+        pass_on(tensor, **options)
+
+    with mock.patch.object(torch, "_foreach_copy_", packed), mock.patch.object(dist, "broadcast", passed):
+        learner = tiny("llama", seed=5)
+        engine = build_module(tiny("llama"), device="cpu", dtype=torch.bfloat16)
+        passes.clear()
+        report = transfer(rank, learner, WeightExchange(engine), bucket_bytes=50_000)
+    if rank == SENDER:
+        assert len(passes) == report.buckets == len(sent) > 2
+        assert {pair for one in passes for pair in one} == {(torch.bfloat16, torch.float32)}
+        assert report.sent_bytes == sum(p.numel() * 2 for p in learner.parameters())
+        assert report.sent_bytes <= sum(sent) < report.sent_bytes + 16 * (len(sent) + report.tensors)
+    else:
+        assert {pair for one in passes for pair in one} == {(torch.bfloat16, torch.bfloat16)}
 
 
 def wider_engine_gets_the_learners_dtype(rank: int) -> None:
@@ -205,21 +236,21 @@ def breaking(name: str) -> Any:
     return mock.patch.multiple(broadcast, sources=find, _value=patched)
 
 
-def error_half_way_tears_and_the_next_repairs(rank: int) -> None:
+def error_half_way_is_undone_and_the_next_arrives(rank: int) -> None:
     learner = tiny("llama", seed=5)
     engine = build_module(tiny("llama"), device="cpu", dtype=torch.bfloat16)
     exchange, old = WeightExchange(engine), values(engine)
+    embedding = engine.model.embed_tokens.weight  # type: ignore[union-attr]
+    version = embedding._version
     with breaking("model.layers.1.mlp.up_proj.weight"), pytest.raises(RuntimeError, match="a shard is gone") as caught:
         transfer(rank, learner, exchange, bucket_bytes=10_000)
     if rank == SENDER:
         assert isinstance(caught.value.__cause__, OSError)
     else:
-        assert not exchange.intact
-        assert_same(
-            {"embedding": values(engine)["model.embed_tokens.weight"]},
-            {"embedding": learner.state_dict()["model.embed_tokens.weight"]},
-        )
-        assert torch.equal(values(engine)["lm_head.weight"], old["lm_head.weight"]), "the rest was never sent"
+        assert "the old weights are whole" in str(caught.value)
+        assert embedding._version > version + 1, "it was written, and put back"
+    assert exchange.intact
+    assert_same(values(engine), old)
     transfer(rank, learner, exchange, bucket_bytes=10_000)
     if rank != SENDER:
         assert exchange.intact
@@ -239,7 +270,7 @@ def error_before_the_first_bucket_leaves_the_old(rank: int) -> None:
 def error_on_the_receiver_reaches_the_sender(rank: int) -> None:
     learner = tiny("llama", seed=5)
     engine = build_module(tiny("llama"), device="cpu", dtype=torch.bfloat16)
-    exchange = WeightExchange(engine)
+    exchange, old = WeightExchange(engine), values(engine)
     calls = 0
 
     def copy(pairs: Any) -> None:
@@ -253,9 +284,22 @@ def error_on_the_receiver_reaches_the_sender(rank: int) -> None:
     patch = mock.patch.object(broadcast, "copy_pairs", copy if rank != SENDER else real)
     with patch, pytest.raises(RuntimeError, match="rank 1: OSError: the copy failed"):
         transfer(rank, learner, exchange, bucket_bytes=10_000)
-    assert rank == SENDER or (calls == 3 and not exchange.intact)
+    assert rank == SENDER or calls == 3
+    assert exchange.intact
+    assert_same(values(engine), old)
     transfer(rank, learner, exchange)
     assert exchange.intact
+
+
+def no_room_for_the_old_weights(rank: int) -> None:
+    learner = tiny("llama", seed=5)
+    engine = build_module(tiny("llama"), device="cpu", dtype=torch.bfloat16)
+    exchange, old = WeightExchange(engine), values(engine)
+    full = mock.patch.object(Undo, "_room", side_effect=MemoryError("the host is full"))
+    with full, pytest.raises(RuntimeError, match="rank 1: MemoryError: the host is full"):
+        transfer(rank, learner, exchange, bucket_bytes=10_000)
+    assert exchange.intact
+    assert_same(values(engine), old)
 
 
 def no_room_for_a_bucket(rank: int) -> None:
@@ -300,9 +344,10 @@ def through_a_worker(rank: int) -> None:
     receiver = BroadcastReceiver()
     if rank == SENDER:
         sender.send()
-        with breaking("lm_head.weight"), pytest.raises(RuntimeError, match="shard"):
-            sender.send()
-        sender.send()
+        for _ in range(2):
+            with breaking("lm_head.weight"), pytest.raises(RuntimeError, match="shard"):
+                sender.send()
+        BroadcastSender(tiny("llama", seed=6), bucket_bytes=10_000).send()
         with pytest.raises(RuntimeError, match="rank 1: RuntimeError: this RolloutWorker is closed"):
             sender.send()
         return
@@ -323,13 +368,21 @@ def through_a_worker(rank: int) -> None:
         assert got[0][0].max_version == got[0][0].min_version == 1
         with pytest.raises(RuntimeError, match="shard"):
             worker.exchange(receiver)
-        assert worker.policy_version == 1 and worker.needs_exchange
-        with pytest.raises(RuntimeError, match="exchange again"):
+        assert worker.policy_version == 1 and not worker.needs_exchange
+        got = worker.generate(PROMPTS, GREEDY)
+        assert [g[0].token_ids for g in got] == [g[0].token_ids for g in expecteds]
+        worker.sleep()
+        with pytest.raises(RuntimeError, match="shard"):
+            worker.exchange(receiver)
+        worker.wake()
+        assert worker.policy_version == 1 and worker.needs_exchange, "sleep gave the old weights up"
+        with pytest.raises(RuntimeError, match=r"exchange\(\) before generating"):
             worker.generate(PROMPTS, GREEDY)
         worker.exchange(receiver)
         assert worker.policy_version == 2 and not worker.needs_exchange
         got = worker.generate(PROMPTS, GREEDY)
-        assert [g[0].token_ids for g in got] == [g[0].token_ids for g in expecteds]
+    with RolloutWorker(tiny("llama", seed=6), config) as fresh:
+        assert [g[0].token_ids for g in got] == [g[0].token_ids for g in fresh.generate(PROMPTS, GREEDY)]
     with pytest.raises(RuntimeError, match="closed"):
         worker.exchange(receiver)
 
@@ -375,14 +428,16 @@ CASES: dict[str, Case] = {
         same_dtype,
         small_buckets_cut_tensors_between_rows,
         buckets_are_bounded,
+        one_pass_packs_a_bucket_and_converts_in_it,
         wider_engine_gets_the_learners_dtype,
         tied_embeddings,
         strided_engine_and_buffers,
         lora_is_merged,
         other_tensors_raise_on_both,
-        error_half_way_tears_and_the_next_repairs,
+        error_half_way_is_undone_and_the_next_arrives,
         error_before_the_first_bucket_leaves_the_old,
         error_on_the_receiver_reaches_the_sender,
+        no_room_for_the_old_weights,
         no_room_for_a_bucket,
         learner_that_cannot_be_read,
         roles_that_do_not_fit,
@@ -401,3 +456,32 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes(case: str, errors: dict[str, list[str]]) -> None:
     assert not errors[case], "\n".join(errors[case])
+
+
+def dies_or_goes_on(rank: int, folder: str) -> None:
+    """The sender's process ends in the third bucket, and the receiver writes down that the old version serves on."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    if rank == SENDER:
+        real, calls = dist.broadcast, iter(range(3))
+
+        def last_breath(tensor: torch.Tensor, **options: Any) -> None:
+            if next(calls) == 2:
+                os._exit(0)
+            real(tensor, **options)
+
+        with mock.patch.object(dist, "broadcast", last_breath):
+            BroadcastSender(tiny("llama", seed=5), bucket_bytes=10_000).send()
+    with RolloutWorker(tiny("llama"), EngineConfig(**CONFIG)) as worker:
+        before = worker.generate(PROMPTS, GREEDY)
+        with pytest.raises(RuntimeError, match="old weights are whole"):
+            worker.exchange(BroadcastReceiver())
+        assert worker.policy_version == 0 and not worker.needs_exchange
+        after = worker.generate(PROMPTS, GREEDY)
+    assert [g[0].token_ids for g in after] == [g[0].token_ids for g in before]
+    Path(folder, "went on").touch()
+
+
+def test_a_sender_that_dies_leaves_the_old_version_serving(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(dies_or_goes_on, (str(tmp_path),), nprocs=2)
+    assert (tmp_path / "went on").exists()

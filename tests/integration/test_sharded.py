@@ -20,8 +20,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from rollout import EngineConfig, RolloutWorker, SamplingParams
-from rollout.engine.models import build_module, fsdp1, learner as learner_module
+from rollout.engine.models import build_module, fsdp1, learner as learner_module, lora as lora_module
 from rollout.weights import BroadcastReceiver, BroadcastSender, WeightExchange, broadcast, named_weights
+from rollout.weights.undo import Undo
 from tests.processes import Case, run
 from tests.tiny_models import ragged_prompts, tiny
 
@@ -102,9 +103,37 @@ def fsdp2_is_gathered_in_bounded_chunks(rank: int) -> None:
         mock.patch.object(torch, "_foreach_copy_", watched),
         mock.patch.object(learner_module, "CHUNK_BYTES", 20_000),
     ):
-        WeightExchange(engine).exchange(learner)
+        WeightExchange(engine).exchange(learner, Undo(lost=lambda weight: True))
     assert sum(alive) == sum(p.nbytes for p in engine.parameters())
     assert max(alive) < 20_000 + 128 * 64 * 4
+
+
+def fsdp2_that_cannot_be_gathered_leaves_the_old_version(rank: int) -> None:
+    learner = fsdp2(tiny("llama"))
+    if rank not in LEARNERS:
+        return
+    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    prompts = ragged_prompts((5, 9))
+    with RolloutWorker(learner, EngineConfig(**CONFIG)) as worker:
+        expected = worker.generate(prompts, params)
+        train(learner, tiny("llama"), rank)
+        real, gathered = lora_module.whole, iter(range(6))
+
+        def whole(tensor: torch.Tensor) -> torch.Tensor:
+            if next(gathered) == 5:  # on both ranks at once, as when their group breaks
+                raise OSError("the link went down")
+            return real(tensor)
+
+        with (
+            mock.patch.object(learner_module, "CHUNK_BYTES", 1),
+            mock.patch.object(lora_module, "whole", whole),
+            pytest.raises(RuntimeError, match="old weights are whole: the link went down"),
+        ):
+            worker.exchange(learner)
+        assert [g[0].token_ids for g in worker.generate(prompts, params)] == [g[0].token_ids for g in expected]
+        assert worker.policy_version == 0
+        worker.exchange(learner)
+        assert [g[0].token_ids for g in worker.generate(prompts, params)] != [g[0].token_ids for g in expected]
 
 
 def fsdp2_through_a_worker(rank: int) -> None:
@@ -218,9 +247,9 @@ def fsdp2_sends_to_a_third_process(rank: int) -> None:
         assert_same(values(engine), values(reference))
         with pytest.raises(RuntimeError, match="rank 1: OSError: the link went down"):
             exchange.exchange(receiver)
-        assert not exchange.intact
-        exchange.exchange(receiver)
         assert exchange.intact
+        assert_same(values(engine), values(reference))
+        exchange.exchange(receiver)
         assert_same(values(engine), values(reference))
         return
     sender = BroadcastSender(learner, src=LEARNERS[1], bucket_bytes=10_000)
@@ -303,6 +332,7 @@ CASES: dict[str, Case] = {
     for case in (
         fsdp2_on_each_rank,
         fsdp2_is_gathered_in_bounded_chunks,
+        fsdp2_that_cannot_be_gathered_leaves_the_old_version,
         fsdp2_through_a_worker,
         fsdp2_with_lora,
         ddp,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch import nn
 
 from rollout import EngineConfig, RolloutWorker, SamplingParams
 from rollout.engine.models import build_module, learner as learner_module
-from rollout.engine.models.fused import obstacle
+from rollout.engine.models.fused import FusedDecoder, obstacle
 from rollout.weights import WeightExchange, named_weights
-from tests.tiny_models import ARCHITECTURES, fingerprint, tiny
+from rollout.weights.undo import Undo
+from tests.tiny_models import ARCHITECTURES, fingerprint, ragged_prompts, tiny
 
 peft = pytest.importorskip("peft")
 torch.set_num_threads(1)
@@ -229,22 +231,165 @@ class TestRefused:
         assert_same(values(skeleton), old)
         assert exchange.intact
 
-    def test_reading_that_fails_half_way_says_so(self, monkeypatch):
-        learner = randomised(lora(tiny("llama")))
-        skeleton = build(learner)
-        exchange = WeightExchange(skeleton)
+
+class TestUndone:
+    """Reading fails in the second layer, when the first has been written."""
+
+    def halfway(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> tuple[Any, Any, Any]:
         monkeypatch.setattr(learner_module, "CHUNK_BYTES", 1)
+        learner = randomised(lora(tiny("llama")))
+        skeleton = build(learner, dtype)
+        perturb(learner)
         layer = learner.get_base_model().model.layers[1].self_attn.q_proj
-        whole = layer.lora_A["default"]
-        layer.lora_A["default"] = nn.Linear(3, 3)  # its product with B has no meaning
-        with pytest.raises(RuntimeError, match="mixture") as caught:
+        layer.lora_A["default"], layer.whole = nn.Linear(3, 3), layer.lora_A["default"]  # no product with B any more
+        return learner, skeleton, layer
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_every_value_is_put_back(self, monkeypatch, dtype):
+        learner, skeleton, layer = self.halfway(monkeypatch, dtype)
+        exchange, old = WeightExchange(skeleton), values(skeleton)
+        written = skeleton.model.layers[0].self_attn.q_proj.weight
+        version = written._version
+        with pytest.raises(RuntimeError, match="was undone, so the old weights are whole") as caught:
             exchange.exchange(learner)
         assert caught.value.__cause__ is not None
+        assert written._version == version + 2, "written, and put back"
+        assert exchange.intact
+        # What is shared with the learner has changed with it, as it does without an exchange.
+        own = {name for name, value in values(skeleton).items() if dtype == torch.bfloat16 or "q_proj" in name}
+        assert_same({n: values(skeleton)[n] for n in own}, {n: old[n] for n in own})
+        layer.lora_A["default"] = layer.whole
+        exchange.exchange(learner)
+        if dtype == torch.float32:
+            assert_close_to_merged(skeleton, learner)
+        assert not torch.equal(written, old["model.layers.0.self_attn.q_proj.weight"])
+
+    def test_an_interrupt_is_undone_and_stays_one(self, monkeypatch):
+        learner, skeleton, layer = self.halfway(monkeypatch, torch.bfloat16)
+        exchange, old = WeightExchange(skeleton), values(skeleton)
+        layer.get_delta_weight = mock.Mock(side_effect=KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            exchange.exchange(learner)
+        assert exchange.intact
+        assert_same(values(skeleton), old)
+
+    def test_what_cannot_be_undone_is_refused_until_the_next(self, monkeypatch):
+        learner, skeleton, layer = self.halfway(monkeypatch, torch.bfloat16)
+        exchange = WeightExchange(skeleton)
+        with (
+            mock.patch.object(Undo, "restore", side_effect=RuntimeError("the device is gone")),
+            pytest.raises(RuntimeError, match="the device is gone"),
+        ):
+            exchange.exchange(learner)
         assert not exchange.intact
-        layer.lora_A["default"] = whole
+        with pytest.raises(RuntimeError, match="was undone"):
+            exchange.exchange(learner)
+        assert not exchange.intact, "what was put back is the mixture"
+        layer.lora_A["default"] = layer.whole
         exchange.exchange(learner)
         assert exchange.intact
-        assert_close_to_merged(skeleton, learner)
+
+    def test_a_learner_that_is_there_costs_nothing(self):
+        learner = tiny("llama")
+        skeleton = build(learner, torch.bfloat16)
+        with mock.patch.object(Undo, "save", side_effect=AssertionError("saved for nothing")):
+            assert WeightExchange(skeleton).exchange(learner).copied > 0
+
+    @pytest.mark.parametrize("kv", ["recompute", "keep"])
+    def test_a_worker_goes_on_with_the_old_version(self, monkeypatch, kv):
+        monkeypatch.setattr(learner_module, "CHUNK_BYTES", 1)
+        learner = randomised(lora(tiny("llama")))
+        config = EngineConfig(block_size=8, max_rows=4, max_model_len=64, dtype=torch.bfloat16)
+        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        prompts = ragged_prompts((5, 12))
+        with RolloutWorker(learner, config) as worker:
+            expected = [group[0] for group in worker.generate(prompts, params)]
+            perturb(learner)
+            layer = learner.get_base_model().model.layers[1].self_attn.q_proj
+            layer.lora_A["default"], whole = nn.Linear(3, 3), layer.lora_A["default"]
+            short = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+            stream = worker.stream(prompts, [params, short])
+            ended = [next(stream)]  # the other one has tokens by now
+            cache = worker.engine.kv.clone()
+            with pytest.raises(RuntimeError, match="was undone"):
+                worker.exchange(learner, kv=kv)
+            assert torch.equal(worker.engine.kv, cache) == (kv == "keep")
+            ended += stream
+            assert worker.policy_version == 0 and not worker.needs_exchange
+            got = {prompt: completion for prompt, _, completion in ended}
+            assert got[0].token_ids == expected[0].token_ids and got[0].max_version == 0
+            assert got[1].token_ids == expected[1].token_ids[:4]
+            again = [group[0].token_ids for group in worker.generate(prompts, params)]
+            assert again == [completion.token_ids for completion in expected]
+            layer.lora_A["default"] = whole
+            worker.exchange(learner, kv=kv)
+            assert worker.policy_version == 1
+            new = [group[0] for group in worker.generate(prompts, params)]
+        with RolloutWorker(learner, config) as fresh:
+            assert [group[0].token_ids for group in fresh.generate(prompts, params)] == [c.token_ids for c in new]
+        assert [c.token_ids for c in new] != [c.token_ids for c in expected]
+
+    def test_asleep_nothing_is_saved_of_what_sleep_gave_up(self, monkeypatch):
+        learner = randomised(lora(tiny("llama")))
+        config = EngineConfig(block_size=8, max_rows=4, max_model_len=64, dtype=torch.bfloat16)
+        with RolloutWorker(learner, config) as worker:
+            worker.sleep()
+            saved = mock.Mock(side_effect=AssertionError("room was looked for"))
+            with mock.patch.object(Undo, "_room", saved):
+                worker.exchange(learner)
+            worker.wake()
+            assert worker.generate([[5, 6, 7]], SamplingParams(max_tokens=2))[0][0].token_ids
+
+
+class TestUndo:
+    def weights(self) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [
+            torch.randn(5, 7, generator=generator),
+            torch.randn(3, 4, generator=generator).T,
+            torch.randn(9, generator=generator).bfloat16(),
+            torch.tensor(3),
+        ]
+
+    def test_any_shape_stride_and_dtype_comes_back(self):
+        weights, expected = self.weights(), self.weights()
+        undo = Undo()
+        undo.save(weights)
+        for weight in weights:
+            weight.fill_(7)
+        undo.restore()
+        undo.close()
+        for weight, old in zip(weights, expected, strict=True):
+            assert torch.equal(weight, old) and weight.stride() == old.stride()
+
+    def test_borrowed_memory_is_used_and_asked_for_by_size(self):
+        weights = self.weights()
+        lent = torch.zeros(4096, dtype=torch.uint8)
+        asked: list[int] = []
+
+        def borrow(size: int) -> torch.Tensor:
+            asked.append(size)
+            return lent
+
+        undo = Undo(borrow=borrow)
+        undo.save(weights)
+        assert asked == [4 * 512]
+        assert torch.equal(lent[: 5 * 7 * 4].view(torch.float32).view(5, 7), weights[0])
+
+    def test_what_is_lost_is_left_alone(self):
+        weights, expected = self.weights(), self.weights()
+        undo = Undo(lost=lambda weight: weight is weights[0])
+        undo.save(weights)
+        for weight in weights:
+            weight.fill_(7)
+        undo.restore()
+        assert (weights[0] == 7).all() and torch.equal(weights[2], expected[2])
+
+    def test_only_what_was_saved_has_begun(self):
+        undo = Undo(borrow=mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            undo.save(self.weights())
+        assert not undo.begun
 
 
 class Float32Head(nn.Linear):
@@ -301,14 +446,16 @@ class TestFloat32Head:
         skeleton.lm_head.float()
         WeightExchange(skeleton).exchange(learner)
         assert torch.equal(skeleton.lm_head.weight, learner.lm_head.weight)
-        assert obstacle(skeleton) == "its parameters are of 2 dtypes"
+        assert obstacle(skeleton) is None
+        skeleton.model.norm.float()
+        assert obstacle(skeleton) == "its parameters are of 2 dtypes beside the head's"
 
-    def test_runs_by_the_modules_own_forward(self):
+    def test_a_class_with_a_head_of_its_own_is_run(self):
         learner = with_float32_head(torch.bfloat16)
         config = EngineConfig(block_size=8, max_rows=4, max_model_len=64)
         params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
         with RolloutWorker(learner, config) as worker:
-            assert obstacle(worker.engine.module) == "its parameters are of 2 dtypes"
+            assert isinstance(worker.engine.runner.forward, FusedDecoder)
             old = worker.generate([[5, 6, 7]], params)
             learner.load_state_dict(values(with_float32_head(torch.bfloat16, seed=5)))
             report = worker.exchange(learner)
@@ -490,7 +637,7 @@ class TestLora:
 
         monkeypatch.setattr(torch, "_foreach_copy_", watched)
         monkeypatch.setattr(learner_module, "CHUNK_BYTES", 20_000)
-        WeightExchange(skeleton).exchange(learner)
+        WeightExchange(skeleton).exchange(learner, Undo(lost=lambda weight: True))
         assert sum(alive) == 2 * (64 * 64 + 32 * 64 + 64 * 96) * 4
         assert len(alive) > 1
         assert max(alive) < 20_000 + 64 * 96 * 4

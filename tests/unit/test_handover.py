@@ -355,7 +355,7 @@ def test_a_failed_exchange_asleep_takes_nothing(model: Any, monkeypatch: pytest.
 
             with monkeypatch.context() as patch:
                 patch.setattr(exchange, "write", breaks)
-                with pytest.raises(RuntimeError, match="half way"):
+                with pytest.raises(RuntimeError, match="half-way"):
                     worker.exchange(model)
         assert worker.asleep and worker.policy_version == 0 and worker.needs_exchange
         assert worker.memory_report().weights_own_bytes == 0
@@ -526,3 +526,21 @@ def test_closing_within_a_pause(model: Any) -> None:
         worker.close()
     with pytest.raises(RuntimeError, match="closed"):
         worker.generate([[5]])
+
+
+def test_the_cache_is_lent_if_it_is_long_enough_and_computed_again(worker: RolloutWorker) -> None:
+    expected = tokens(worker.generate(PROMPTS[:2], GREEDY))
+    engine = worker.engine
+    stream = worker.stream(PROMPTS[:2], [GREEDY, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)])
+    next(stream)
+    worker._deliver(engine.drain())
+    size, running = engine.kv_memory.mapped_bytes, engine.scheduler.rows.num_live
+    assert engine.lend_kv(size + 1) is None and engine.scheduler.rows.num_live == running == 1
+    lent = engine.lend_kv(size)
+    assert lent is not None and (lent.nbytes, lent.data_ptr()) == (size, engine.kv.data_ptr())
+    assert engine.scheduler.rows.num_live == 0
+    engine.kv[: engine.kv_memory.blocks].fill_(float("nan"))
+    ((_, _, completion),) = stream
+    assert completion.token_ids == expected[0][0]
+    worker.sleep()
+    assert engine.lend_kv(1) is None, "asleep there is none"

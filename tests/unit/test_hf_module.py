@@ -116,10 +116,11 @@ def test_ties_follow_the_learner_not_its_config(tied):
 
 def test_a_learner_in_mixed_dtypes_shares_what_fits():
     learner = tiny("llama").to(torch.bfloat16)
-    learner.lm_head.float()
+    learner.model.layers[0].mlp.up_proj.float()
     skeleton = build(learner, torch.bfloat16)
-    assert skeleton.lm_head.weight.dtype == torch.bfloat16
-    assert skeleton.lm_head.weight.data_ptr() != learner.lm_head.weight.data_ptr()
+    ours, theirs = skeleton.model.layers[0].mlp.up_proj.weight, learner.model.layers[0].mlp.up_proj.weight
+    assert ours.dtype == torch.bfloat16
+    assert ours.data_ptr() != theirs.data_ptr()
     assert skeleton.model.norm.weight.data_ptr() == learner.model.norm.weight.data_ptr()
 
 

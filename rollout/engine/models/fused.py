@@ -71,8 +71,9 @@ def obstacle(module: nn.Module) -> str | None:
             return "its output or MLP projections have biases"
         if len({p.bias is None for p in plain[:3]}) > 1:
             return "some of q, k and v have biases and some don't"
-    dtypes = {p.dtype for p in module.parameters()}
-    return f"its parameters are of {len(dtypes)} dtypes" if len(dtypes) > 1 else None
+    head = module.get_output_embeddings().weight  # type: ignore[operator]
+    dtypes = {p.dtype for p in module.parameters() if p is not head}
+    return f"its parameters are of {len(dtypes)} dtypes beside the head's" if len(dtypes) > 1 else None
 
 
 class FusedDecoder:
@@ -91,7 +92,7 @@ class FusedDecoder:
         self.final_norm: Tensor = model.norm.weight
         self.head: Tensor = module.get_output_embeddings().weight  # type: ignore[operator]
         self.layers = [_read_layer(layer) for layer in model.layers]
-        self.cos_sin = _rotary_table(model.rotary_emb, max_positions, self.embedding)
+        self.cos_sin = _rotary_table(model.rotary_emb, max_positions, self.final_norm)
 
     def __call__(self, token_ids: Tensor, step: PagedStep, last: Tensor | None) -> Tensor:
         """Logits of every token, or of those at `last`: [rows, vocabulary].
@@ -101,7 +102,8 @@ class FusedDecoder:
             step: where the tokens stand in the cache.
             last: int64 [rows], or None.
         """
-        x = F.embedding(token_ids, self.embedding)  # [tokens, hidden], the residual stream
+        # [tokens, hidden], the residual stream; cast only where the table is tied to a head of another dtype
+        x = F.embedding(token_ids, self.embedding).to(self.final_norm.dtype)
         h = layer_ops.add_norm(x, None, self.layers[0].attention_norm, self.eps)
         following = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
@@ -127,7 +129,12 @@ class FusedDecoder:
             gate, up = layer.gate_up.products(h)
             y = layer_ops.partial_linear(layer_ops.silu_mul(gate, up), layer.down)
             h = layer_ops.add_norm(x, y, next_norm, self.eps)
-        return F.linear(h if last is None else h.index_select(0, last), self.head)
+        return self._logits(h if last is None else h.index_select(0, last))
+
+    def _logits(self, h: Tensor) -> Tensor:
+        """[rows, hidden] to [rows, vocabulary], in the head's dtype."""
+        with torch.autocast(h.device.type, enabled=False):
+            return F.linear(h.to(self.head.dtype), self.head)
 
 
 def _read_layer(layer: Any) -> _Layer:

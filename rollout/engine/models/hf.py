@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ def build_module(
     Args:
         learner: a Hugging Face causal language model; may be wrapped in DDP, torch.compile or PEFT.
         device: where the engine runs.
-        dtype: bfloat16, float16 or float32, for every parameter that the class doesn't keep in float32.
+        dtype: bfloat16, float16 or float32, for every parameter that the class doesn't keep in float32, nor the learner
+            its head alone (as TRL does for `cast_lm_head_to_fp32`).
         allocate: makes the engine's own tensors, called once with all of them; None: PyTorch does.
 
     Raises ValueError, saying why, for a learner that the engine can't run.
@@ -71,6 +73,7 @@ def build_module(
         check_skeleton(skeleton)
         _check_names(skeleton, named, cls)
         origins = _fill(skeleton, named, device, dtype, allocate)
+        _cast_around_head(skeleton, dtype)
         _copy_buffers(skeleton, learner, device)
     # NOTE: by these, an exchange knows whether storage that the engine shares is still in its owner's use.
     skeleton.__dict__["_rollout_origins"] = origins  # name -> weak reference
@@ -80,10 +83,23 @@ def build_module(
 def capture_obstacle(module: nn.Module) -> str | None:
     """Why the module's forward can't be captured in a CUDA graph, or None if it can."""
     experts = [name for name, _ in module.named_parameters() if name.endswith("experts.gate_up_proj")]
-    dtype = next(module.parameters()).dtype
+    dtype = compute_dtype(module)
     if experts and dtype != torch.bfloat16:
         return f"grouped matrix products of experts run in bfloat16 only without the host's help, not in {dtype}"
     return None
+
+
+def compute_dtype(module: Any) -> torch.dtype:
+    """What the engine's module computes in: the dtype of its weights, of which a head may be kept in float32."""
+    head = getattr(module.get_output_embeddings(), "weight", None)
+    return next(parameter.dtype for parameter in module.parameters() if parameter is not head)
+
+
+def body_dtype(named: Mapping[str, Source]) -> torch.dtype:
+    """The dtype of most of a learner's matrices: a head, embeddings or routers may be kept in another."""
+    matrices = [source.dtype for source in distinct(named).values() if source.is_parameter and len(source.shape) > 1]
+    floating = [dtype for dtype in matrices if dtype.is_floating_point]  # quantised ones are refused later, with reason
+    return Counter(floating or [torch.float32]).most_common(1)[0][0]
 
 
 def _on_meta(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
@@ -127,11 +143,13 @@ def _fill(
     """Gives every persistent tensor its storage, and a value where it is the engine's own; returns the shared."""
     buffers = persistent_buffers(skeleton)
     keep_float32 = _float32_pattern(skeleton, dtype)
+    float32_head = _float32_head(skeleton, named)
     tensors: dict[int, Tensor] = {}
     origins: dict[str, weakref.ref[Tensor]] = {}
     own: list[tuple[Source, torch.dtype]] = []
     for name, source in distinct(named).items():
-        wanted = source.dtype if name in buffers else torch.float32 if keep_float32(name) else dtype
+        wide = keep_float32(name) or source is float32_head
+        wanted = source.dtype if name in buffers else torch.float32 if wide else dtype
         if source.owner is not None and source.device == device and source.dtype == wanted:
             tensors[id(source)] = source.owner.detach()
             origins[name] = weakref.ref(source.owner)
@@ -186,6 +204,28 @@ def _float32_pattern(skeleton: Any, dtype: torch.dtype) -> Any:
         parts |= set(getattr(skeleton, "_keep_in_fp32_modules", None) or ())
     patterns = [re.compile(rf"(^|\.){re.escape(part)}($|\.)") for part in parts]
     return lambda name: any(pattern.search(name) for pattern in patterns)
+
+
+def _float32_head(skeleton: Any, named: Mapping[str, Source]) -> Source | None:
+    """The output layer's weight, if the learner keeps that in float32 and computes the rest in less."""
+    head = skeleton.get_output_embeddings()
+    source = next((named.get(f"{name}.weight") for name, module in skeleton.named_modules() if module is head), None)
+    kept = source is not None and source.dtype == torch.float32 and body_dtype(named) != torch.float32
+    return source if kept else None
+
+
+def _cast_around_head(skeleton: Any, dtype: torch.dtype) -> None:
+    """Where the head is wider than `dtype`: casts what goes into it, and what comes out of an embedding tied to it.
+
+    What the learner has for that (hooks, a forward of its own) isn't copied.
+    """
+    head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
+    weight = getattr(head, "weight", None)
+    if weight is None or weight.dtype == dtype:
+        return
+    head.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(module.weight.dtype), *inputs[1:]))
+    if embedding.weight is weight:
+        embedding.register_forward_hook(lambda module, inputs, output: output.to(dtype))
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
