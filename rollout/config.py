@@ -33,7 +33,7 @@ class EngineConfig:
     overlap: bool = True
     """Two slots, so that the host prepares a step while the device runs the one before. False: one slot, in turns."""
     use_graphs: bool | None = None
-    """Replay decode steps as CUDA graphs. None: where there is CUDA."""
+    """Replay decode steps, and small prefill steps of small models, as CUDA graphs. None: where there is CUDA."""
     fused_decoder: bool = True
     """Run dense Llama-like models by fused kernels. False: by the Hugging Face module's own forward, as all others."""
     dtype: torch.dtype | None = None

@@ -49,7 +49,7 @@ class FakeStreams:
         self.compute = FakeStream("compute", self.log)
         self.d2h = FakeStream("d2h", self.log)
 
-    def event(self) -> FakeEvent:
+    def event(self, *, in_graphs: bool = False) -> FakeEvent:
         return FakeEvent(self.log)
 
     def seconds(self, event: Event) -> float:

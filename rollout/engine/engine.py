@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from rollout.config import EngineConfig
 from rollout.engine.batch import Batch
 from rollout.engine.counters import EngineCounters
-from rollout.engine.graphs import GraphKey, GraphPool, row_buckets
+from rollout.engine.graphs import GraphKey, GraphPool, prefill_sizes, row_buckets, smallest
 from rollout.engine.memory import KVMemory, OwnWeights, device_free_bytes, used_bytes, weight_bytes
 from rollout.engine.models.hf import capture_obstacle, compute_dtype, model_shape
 from rollout.engine.recorder import NoRecorder, Recorder
 from rollout.engine.runner import ModelRunner
 from rollout.engine.scheduler import Ended, Scheduler
-from rollout.engine.slots import Slot
+from rollout.engine.slots import PrefillInputs, Slot
 from rollout.engine.streams import Streams, make_streams
 from rollout.types import MemoryReport, Request
 
@@ -104,7 +104,9 @@ class Engine:
         on_cuda = self.device.type == "cuda"
         self.use_graphs = self._uses_graphs(on_cuda)
         self.graphs = GraphPool(self.streams, on_cuda=on_cuda)
-        self.buckets = row_buckets(config.max_rows)
+        self.buckets = row_buckets(config.max_rows) if self.use_graphs else []
+        parameters = sum(p.numel() for p in module.parameters())
+        self.prefill_sizes = prefill_sizes(config, parameters, max_blocks) if self.use_graphs else []
         self.counters = EngineCounters()
         self._in_flight: deque[tuple[Slot, Batch]] = deque()
         self._ended_early: list[Ended] = []
@@ -161,10 +163,12 @@ class Engine:
     def _fill(self, slot: Slot, batch: Batch) -> Callable[[], None]:
         """Writes `batch` to the slot's host buffers. Returns its device work."""
         with self.recorder.host("fill", batch.step):
-            out = slot.device_out
             if batch.prefill is not None:
-                inputs = slot.fill_prefill(batch, batch.prefill)
-                return partial(self.runner.prefill, inputs, out, filtered=batch.filtered)
+                size = smallest(self.prefill_sizes, batch)
+                inputs = slot.fill_prefill(batch, size)
+                if size is None:
+                    return self._prefill_step(slot, inputs, batch.filtered)
+                return partial(self.graphs.replay, GraphKey(slot.index, size.rows, batch.filtered, size))
             rows = batch.rows.size
             if not self.use_graphs:
                 slot.fill_decode(batch, rows)
@@ -183,7 +187,6 @@ class Engine:
                 streams.h2d.record(slot.h2d_done)
             streams.compute.wait(slot.h2d_done)
             with streams.compute.use():
-                streams.compute.record(slot.compute_start)
                 device_work()
                 streams.compute.record(slot.compute_done)
             streams.d2h.wait(slot.compute_done)
@@ -335,9 +338,11 @@ class Engine:
         )
 
     def capture(self, *, filtered: bool, on_capture: Callable[[int, int], None] | None = None) -> None:
-        """Captures the decode graphs of every slot and size, once; largest first, so that the pool is sized once."""
-        keys = [GraphKey(slot.index, rows, filtered) for rows in reversed(self.buckets) for slot in self.slots]
-        keys = [key for key in keys if key not in self.graphs] if self.use_graphs else []
+        """Captures the graphs of every slot and size, once; largest first, so that the pool is sized once."""
+        keys = [GraphKey(0, size.rows, filtered, size) for size in reversed(self.prefill_sizes)]
+        keys += [GraphKey(0, rows, filtered) for rows in reversed(self.buckets)]
+        keys = [key._replace(slot=slot.index) for key in keys for slot in self.slots]
+        keys = [key for key in keys if key not in self.graphs]
         if not keys:
             return
         assert not self._in_flight, "a capture runs through the slots' buffers"
@@ -345,19 +350,32 @@ class Engine:
         self.streams.synchronize()
         used_before = used_bytes(self.device)
         for done, key in enumerate(keys):
-            slot = self.slots[key.slot]
             with self.streams.compute.use():
-                slot.pad_device_inputs(key.rows)
-                self.graphs.capture(key, self._decode_step(key))
+                self.graphs.capture(key, self._padded_step(key))
             if on_capture is not None:
                 on_capture(done + 1, len(keys))
         self.streams.synchronize()
         self.graphs_bytes += max(0, used_bytes(self.device) - used_before)
 
+    def _padded_step(self, key: GraphKey) -> Callable[[], None]:
+        """The step of `key`, with nothing but padding in its slot."""
+        slot = self.slots[key.slot]
+        if key.prefill is not None:
+            return self._prefill_step(slot, slot.pad_device_prefill(key.prefill), key.filtered)
+        slot.pad_device_inputs(key.rows)
+        return self._decode_step(key)
+
+    def _prefill_step(self, slot: Slot, inputs: PrefillInputs, filtered: bool) -> Callable[[], None]:
+        started = partial(self.streams.compute.record, slot.compute_start)
+        return partial(self.runner.prefill, inputs, slot.device_out, filtered=filtered, started=started)
+
     def _decode_step(self, key: GraphKey) -> Callable[[], None]:
         slot, before = self.slots[key.slot], self.slots[key.slot - 1]
         inputs = slot.decode_inputs(key.rows)
-        return partial(self.runner.decode, inputs, before.out_tokens, slot.device_out, filtered=key.filtered)
+        started = partial(self.streams.compute.record, slot.compute_start)
+        return partial(
+            self.runner.decode, inputs, before.out_tokens, slot.device_out, filtered=key.filtered, started=started
+        )
 
     def close(self) -> None:
         """Waits for the device and gives memory back."""

@@ -1,4 +1,4 @@
-"""`GraphPool`: decode steps captured once and replayed at their addresses, all from one memory pool.
+"""`GraphPool`: steps captured once and replayed at their addresses, all from one memory pool; and which there are.
 
 One compute stream means that no two graphs run at once, which is what sharing a pool needs: together they take about
 the memory of the largest. A key holds every Python number that a step bakes in; KV lengths are none of these, since
@@ -12,22 +12,62 @@ from typing import NamedTuple
 
 import torch
 
+from rollout.config import EngineConfig
+from rollout.engine.batch import Batch, PrefillSize
 from rollout.engine.streams import Streams
+
+PREFILL_TOKENS = (256, 512, 1024, 2048)
+"""Tokens that a prefill graph may have."""
+PREFILL_WORK = 1e12
+"""Tokens times parameters beyond which the GPU's work on a prefill step takes longer than launching its kernels."""
+PREFILL_POSITIONS = 4096
+"""Longest sequence, in tokens, whose prefill comes from a graph: a graph writes whole tables of blocks."""
 
 
 class GraphKey(NamedTuple):
-    """What a captured decode step depends on, beyond the contents of its slot."""
+    """What a captured step depends on, beyond the contents of its slot."""
 
     slot: int
     rows: int
+    """That give a sample, padding included."""
     filtered: bool
+    prefill: PrefillSize | None = None
+    """None: a decode step."""
 
 
 def row_buckets(max_rows: int) -> list[int]:
-    """Sizes that decode batches are padded to: fine where few rows make padding dear, coarse above."""
-    steps = [1, 2, 4, 8, 16, 24, 32, 48, 64]
-    steps += list(range(96, 257, 32)) + list(range(320, 513, 64)) + list(range(640, max(max_rows, 640) + 128, 128))
+    """Sizes that decode batches are padded to: powers of two, then coarse steps.
+
+    Matrix products go by tiles of 64 or 128 rows, so that finer steps would save next to nothing, and each size takes
+    start-up time.
+    """
+    steps = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, *range(256, max_rows, 128)]
     return [*(s for s in steps if s < max_rows), max_rows]
+
+
+def prefill_sizes(config: EngineConfig, parameters: int, max_blocks: int) -> list[PrefillSize]:
+    """Sizes that prefill batches are padded to, smallest first, as far as launching kernels one by one would be slower.
+
+    A size has a row for eight tokens, the padding's included: a step of more rows takes a larger one, or none.
+
+    Args:
+        config: the engine's.
+        parameters: of the model.
+        max_blocks: blocks that a row can hold.
+    """
+    blocks = min(max_blocks, -(-PREFILL_POSITIONS // config.block_size))
+    return [
+        PrefillSize(tokens, min(config.max_rows, tokens // 8 - 1), blocks)
+        for tokens in PREFILL_TOKENS
+        if tokens <= config.max_prefill_tokens and tokens * parameters <= PREFILL_WORK
+    ]
+
+
+def smallest(sizes: list[PrefillSize], batch: Batch) -> PrefillSize | None:
+    """The first of `sizes` that a prefill batch fits into, None if it fits into none."""
+    assert batch.prefill is not None
+    wanted = (batch.token_ids.size, batch.rows.size, batch.prefill.tables.shape[1])
+    return next((size for size in sizes if all(w <= s for w, s in zip(wanted, size, strict=True))), None)
 
 
 class GraphPool:
@@ -41,7 +81,7 @@ class GraphPool:
         self._replay: dict[GraphKey, Callable[[], None]] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle() if on_cuda else None
-        self._warm: set[tuple[int, bool]] = set()
+        self._warm: set[GraphKey] = set()
 
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._replay
@@ -59,10 +99,10 @@ class GraphPool:
             self._replay[key] = step
             return
         with self.streams.compute.use():
-            # kernels are compiled and libraries make their handles outside of a capture
-            if (key.rows, key.filtered) not in self._warm:
+            # kernels are compiled and libraries make their handles outside of a capture, for all slots alike
+            if (warm := key._replace(slot=0)) not in self._warm:
                 step()
-                self._warm.add((key.rows, key.filtered))
+                self._warm.add(warm)
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads of a training run may use CUDA meanwhile

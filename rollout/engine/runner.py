@@ -1,10 +1,13 @@
 """`ModelRunner`: a step's device work, from a slot's inputs to its outputs. Everything here runs on the compute stream.
 
 A decode step is `carry-over ▸ block table ▸ model ▸ sampler`, allocates nothing that a graph's pool doesn't hold, and
-reads no value back to the host: it can be captured. A prefill step does the same for ragged chunks, eagerly.
+reads no value back to the host: it can be captured. A prefill step does the same for ragged chunks; padded to a size,
+it can be captured too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,10 @@ from rollout.engine.batch import ROW_STATE_FIELDS
 from rollout.engine.models.forward import choose
 from rollout.engine.models.hf import ModelShape
 from rollout.engine.slots import DecodeInputs, PrefillInputs
+
+
+def _unmarked() -> None:
+    """Marks no start."""
 
 
 class ModelRunner:
@@ -51,7 +58,15 @@ class ModelRunner:
         )
 
     @torch.no_grad()
-    def decode(self, inputs: DecodeInputs, previous_tokens: Tensor, out: Tensor, *, filtered: bool) -> None:
+    def decode(
+        self,
+        inputs: DecodeInputs,
+        previous_tokens: Tensor,
+        out: Tensor,
+        *,
+        filtered: bool,
+        started: Callable[[], None] = _unmarked,
+    ) -> None:
         """One token for each row.
 
         Args:
@@ -59,6 +74,8 @@ class ModelRunner:
             previous_tokens: int32 [max_rows], what the step before sampled.
             out: int32 [fields, max_rows], written as far as there are rows.
             filtered: whether any row has top-k, top-p or min-p.
+            started: called behind the first kernel. A mark put there, in the stream or in the graph, is passed once the
+                device works on the step, and not while the host is still launching it.
         """
         token_ids = kernels.start_decode(
             inputs.token_ids,
@@ -70,14 +87,19 @@ class ModelRunner:
             self.block_table,
             self.block_size,
         )
+        started()
         step = PagedStep(self.kv, self.block_table, inputs.token_row, inputs.position)
         logits = self.forward(token_ids, step, None)
         self._sample(logits, inputs.token_row, inputs.position + 1, out, filtered=filtered)
 
     @torch.no_grad()
-    def prefill(self, inputs: PrefillInputs, out: Tensor, *, filtered: bool) -> None:
-        """Chunks of prompts: `out` gets one sample for each, of the token after its last."""
-        seq_row = inputs.seq_row.long()
+    def prefill(
+        self, inputs: PrefillInputs, out: Tensor, *, filtered: bool, started: Callable[[], None] = _unmarked
+    ) -> None:
+        """Chunks of prompts: `out` gets one sample for each, of the token after its last. See `decode`."""
+        rows = inputs.rows
+        seq_row = inputs.seq_row[:rows].long()
+        started()
         self.block_table[seq_row, : inputs.tables.shape[1]] = inputs.tables
         self.row_state[:, seq_row] = inputs.row_state.t()
         step = PagedStep(
@@ -89,10 +111,10 @@ class ModelRunner:
             seq_row=inputs.seq_row,
             max_query_len=inputs.max_query_len,
         )
-        last = inputs.query_start[1:].long() - 1  # [seqs]
+        last = inputs.query_start[1 : rows + 1].long() - 1  # [rows]
         logits = self.forward(inputs.token_ids, step, last)
         position = inputs.position.index_select(0, last)
-        self._sample(logits, inputs.seq_row, position + 1, out, filtered=filtered)
+        self._sample(logits, inputs.seq_row[:rows], position + 1, out, filtered=filtered)
 
     def _probe(self) -> PagedStep:
         """A prefill of two tokens in the scratch row."""

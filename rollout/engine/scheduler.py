@@ -48,7 +48,17 @@ class SchedulerCounters:
 
 
 class Scheduler:
-    """Admits, grows, preempts and ends sequences. See the module's docstring."""
+    """Admits, grows, preempts and ends sequences. See the module's docstring.
+
+    Args:
+        max_rows: sequences that run at once.
+        max_model_len: longest prompt and completion, in tokens.
+        block_size: positions in a KV block.
+        num_blocks: of the cache, the scratch block included.
+        max_prefill_tokens: prompt tokens computed in one step.
+        eos_token_ids: ids that end a completion.
+        admission_rows: free rows that admission waits for while others decode; None: a sixteenth of `max_rows`.
+    """
 
     def __init__(
         self,
@@ -59,10 +69,12 @@ class Scheduler:
         num_blocks: int,
         max_prefill_tokens: int,
         eos_token_ids: tuple[int, ...],
+        admission_rows: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.max_prefill_tokens = max_prefill_tokens
+        self.admission_rows = max(1, max_rows // 16) if admission_rows is None else admission_rows
         self.eos_token_ids = np.asarray(eos_token_ids, np.int32)
         max_blocks = -(-max_model_len // block_size)
         self.blocks = BlockAllocator(num_blocks)
@@ -126,12 +138,12 @@ class Scheduler:
         return self._schedule_decode(in_flight)
 
     def _admits_now(self) -> bool:
-        """Waits for a sixteenth of the rows to be free, lest decoding stalls for one prompt at a time."""
+        """Waits for `admission_rows` to be free, lest decoding stalls for one prompt at a time."""
         if not self.waiting or self.rows.num_free == 0:
             return False
         if not self.rows.decoding.any():
             return True
-        return self.rows.num_free >= min(len(self.waiting), max(1, self.rows.max_rows // 16))
+        return self.rows.num_free >= min(len(self.waiting), self.admission_rows)
 
     def _schedule_prefill(self) -> Batch | None:
         budget = self.max_prefill_tokens

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rollout.engine.batch import ROW_STATE_FIELDS, Batch, Prefill
+from rollout.engine.batch import ROW_STATE_FIELDS, Batch, Prefill, PrefillSize, pad_prefill
 from rollout.engine.kv_cache import IntArray
 from rollout.engine.streams import Event, Streams
 
@@ -37,16 +37,21 @@ class DecodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class PrefillInputs:
-    """Device views for a prefill step."""
+    """Device views for a prefill step. The first `rows` of its sequences give a sample each, which padding doesn't."""
 
     token_ids: Tensor  # int32 [tokens]
     position: Tensor  # int32 [tokens]
     token_row: Tensor  # int32 [tokens]
     query_start: Tensor  # int32 [seqs + 1]
     seq_row: Tensor  # int32 [seqs]
-    row_state: Tensor  # int32 [seqs, fields]
-    tables: Tensor  # int32 [seqs, blocks]
+    row_state: Tensor  # int32 [rows, fields]
+    tables: Tensor  # int32 [rows, blocks]
     max_query_len: int
+
+    @property
+    def rows(self) -> int:
+        """Sequences that give a sample."""
+        return self.row_state.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,8 @@ class Slot:
         self.index = index
         self.max_rows = max_rows
         self.scratch_row = max_rows
-        prefill_size = 3 * max_prefill_tokens + max_rows * (2 + len(ROW_STATE_FIELDS) + max_blocks) + 1
+        # the last three are query_start's last, and row and query_start of the sequence of padding
+        prefill_size = 3 * max_prefill_tokens + max_rows * (2 + len(ROW_STATE_FIELDS) + max_blocks) + 3
         size = max(DECODE_FIELDS * max_rows, prefill_size)
         pin = device.type == "cuda"
         self.host_in = torch.zeros(size, dtype=torch.int32, pin_memory=pin)
@@ -86,7 +92,7 @@ class Slot:
         self.filled = 0  # int32 values of `host_in` that the step needs
         self.h2d_start: Event = streams.event()
         self.h2d_done: Event = streams.event()
-        self.compute_start: Event = streams.event()
+        self.compute_start: Event = streams.event(in_graphs=True)
         self.compute_done: Event = streams.event()
         self.d2h_done: Event = streams.event()
 
@@ -128,12 +134,16 @@ class Slot:
         self.fill_decode(Batch(nothing, nothing, nothing, nothing, nothing, nothing, nothing), rows)
         self.device_in[: self.filled].copy_(self.host_in[: self.filled])
 
-    def fill_prefill(self, batch: Batch, prefill: Prefill) -> PrefillInputs:
-        """Writes a prefill batch to the host's inputs.
+    def fill_prefill(self, batch: Batch, size: PrefillSize | None = None) -> PrefillInputs:
+        """Writes a prefill batch to the host's inputs, padded to `size` for a graph.
 
         Returns:
-            The device views where the copy will bring it.
+            The device views where the copy will bring it: of one size, always the same.
         """
+        if size is not None:
+            batch = pad_prefill(batch, size, self.scratch_row)
+        prefill = batch.prefill
+        assert prefill is not None
         self.filled = 0
         return PrefillInputs(
             token_ids=self._append(batch.token_ids),
@@ -143,8 +153,18 @@ class Slot:
             seq_row=self._append(batch.rows),
             row_state=self._append(prefill.row_state),
             tables=self._append(prefill.tables),
-            max_query_len=int(np.diff(prefill.query_start).max()),
+            max_query_len=int(np.diff(prefill.query_start).max()) if size is None else size.tokens,
         )
+
+    def pad_device_prefill(self, size: PrefillSize) -> PrefillInputs:
+        """Makes the device's inputs a prefill batch of one token of the scratch row, padded. Synchronises."""
+        zero, nothing = np.zeros(1, np.int32), np.empty(0, np.int32)
+        row = np.full(1, self.scratch_row, np.int32)
+        state, table = np.zeros((1, len(ROW_STATE_FIELDS)), np.int32), np.zeros((1, 1), np.int32)
+        prefill = Prefill(np.array([0, 1], np.int32), table, state, np.zeros(1, bool))
+        inputs = self.fill_prefill(Batch(row, zero, zero, zero, row, nothing, nothing, prefill=prefill), size)
+        self.device_in[: self.filled].copy_(self.host_in[: self.filled])
+        return inputs
 
     def _append(self, values: IntArray) -> Tensor:
         """Adds `values` to the host's inputs. Returns the device view where they will be."""

@@ -51,8 +51,12 @@ class Streams(Protocol):
     def d2h(self) -> Stream:
         """Copies outputs back."""
 
-    def event(self) -> Event:
-        """A new event."""
+    def event(self, *, in_graphs: bool = False) -> Event:
+        """A new event.
+
+        Args:
+            in_graphs: whether graphs may hold its recording; each replay then passes it anew. Nothing may wait for it.
+        """
 
     def seconds(self, event: Event) -> float:
         """When a passed event was passed, in seconds of `time.perf_counter`."""
@@ -98,7 +102,7 @@ class InlineStreams:
         self.compute = InlineStream()
         self.d2h = InlineStream()
 
-    def event(self) -> Event:
+    def event(self, *, in_graphs: bool = False) -> Event:
         """A new event."""
         return InlineEvent()
 
@@ -154,9 +158,9 @@ class CudaStreams:
         self._anchor_s = time.perf_counter()
         self._next_anchor: torch.cuda.Event | None = None
 
-    def event(self) -> Event:
-        """A new event, with a time stamp."""
-        return torch.cuda.Event(enable_timing=True)
+    def event(self, *, in_graphs: bool = False) -> Event:
+        """A new event, with a time stamp. Captured, a recording of an external one becomes a node of the graph."""
+        return torch.cuda.Event(enable_timing=True, external=in_graphs)
 
     def seconds(self, event: Event) -> float:
         """When the event was passed; moves the anchor along as time goes by, without waiting."""

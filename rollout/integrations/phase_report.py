@@ -142,7 +142,7 @@ class _WandbLog:
             import wandb
         except ImportError:
             return
-        if wandb.run is None:
+        if wandb.run is None or wandb.run.disabled:
             return
         row = _row(record)
         if self._run is not wandb.run:
@@ -188,7 +188,8 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
         **{name: record[name] for name in names},
         **{f"length_{name}": record["lengths"].get(name) for name in ("mean", "p50", "p90", "p99", "max")},
         **{f"finished_{name}": reasons.get(name, 0) for name in ("eos", "stop", "length")},
-        **{name: record[name] for name in ("gpu_idle_frac", "row_occupancy", "kv_util", "policy_version")},
+        **{name: record[name] for name in ("gpu_idle_frac", "decode_mbu", "decode_mfu", "row_occupancy", "kv_util")},
+        "policy_version": record["policy_version"],
         "versions": ", ".join(f"{version}: {tokens}" for version, tokens in record["versions"].items()),
         **{f"{name}_s": seconds for name, seconds in record["seconds"].items()},
     }

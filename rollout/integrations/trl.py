@@ -84,7 +84,8 @@ def attach(
     """Lets rollout generate for a `GRPOTrainer` that was made with `use_vllm=False`.
 
     The worker stands where TRL's vLLM client would, so that importance-sampling correction, `sampling/*` metrics,
-    evaluation and tools work as with vLLM. Weights are exchanged once for each new global step.
+    evaluation and tools work as with vLLM. Weights are exchanged once for each new global step. A worker made here
+    shows a phase's progress unless the trainer's `disable_tqdm` is set.
 
     Args:
         trainer: not training yet.
@@ -165,7 +166,7 @@ def _make_worker(trainer: GRPOTrainer, config: EngineConfig | None, timeline: An
         config = EngineConfig(max_rows=min(EngineConfig().max_rows, phase))
     if config.eos_token_ids is None:
         config = replace(config, eos_token_ids=tuple(trainer.eos_token_ids))
-    return RolloutWorker(trainer.model, config, timeline=timeline)
+    return RolloutWorker(trainer.model, config, timeline=timeline, progress=not trainer.args.disable_tqdm)
 
 
 def _check(trainer: GRPOTrainer) -> None:

@@ -22,9 +22,13 @@ NOTHING, RULE = "#eef0f2", "#c9ced4"
 WAIT = "wait"
 """The host span in which it does no work."""
 
-LEFT, RIGHT, WIDTH = 64.0, 24.0, 1200.0
-STRIP, LANE, PANEL = 60.0, 30.0, 206.0
-HEAD, FOOT = 66.0, 40.0
+LEFT, RIGHT, WIDTH = 58.0, 16.0, 900.0
+STRIP, LANE, PANEL = 58.0, 32.0, 216.0
+HEAD, FOOT = 80.0, 42.0
+TITLE, NAME, TEXT = 22.0, 19.0, 16.0
+"""Sizes of letters: a page of 900 pixels shows them as they are, a phone a good third."""
+COLUMN = 2.0
+"""Pixels of a strip that share out one mean."""
 
 
 def union(spans: Seconds) -> Seconds:
@@ -126,7 +130,7 @@ def shares(timeline: Timeline) -> Shares:
     return _Run(timeline).shares
 
 
-def picture(panels: Sequence[tuple[str, Timeline]], *, title: str, steps: int = 5, since_s: float = -math.inf) -> Scene:
+def picture(panels: Sequence[tuple[str, Timeline]], *, title: str, steps: int = 4, since_s: float = -math.inf) -> Scene:
     """A panel for each (name, timeline), one above the other; `.write(path)` it.
 
     Args:
@@ -140,20 +144,23 @@ def picture(panels: Sequence[tuple[str, Timeline]], *, title: str, steps: int = 
     """
     runs = [_Run(timeline, since_s) for _, timeline in panels]
     scene = Scene(WIDTH, HEAD + PANEL * len(runs) + FOOT)
-    scene.text(LEFT, 32, title, size=18, bold=True)
+    scene.text(LEFT, 34, title, size=TITLE, bold=True)
     _legend(scene)
-    scale = (WIDTH - LEFT - RIGHT) / max(run.end_s - run.start_s for run in runs)  # pixels a second
+    longest_s = max(run.end_s - run.start_s for run in runs)
+    scale = (WIDTH - LEFT - RIGHT) / longest_s  # pixels a second
     zoom_s = max(run.middle(steps)[1] for run in runs)
     for i, ((name, _), run) in enumerate(zip(panels, runs, strict=True)):
         top = HEAD + PANEL * i
         whole = run.shares
-        scene.text(LEFT, top + 16, name, size=15, bold=True)
-        scene.text(
-            WIDTH - RIGHT, top + 16, f"{_time(whole.wall_s)}, GPU idle {whole.idle_share:.1%}", size=15, anchor="end"
-        )
+        figures = f"{_time(whole.wall_s)}, GPU idle {_percent(whole.idle_share)}"
+        scene.text(LEFT, top + 20, name, size=NAME, bold=True)
+        scene.text(WIDTH - RIGHT, top + 20, figures, size=NAME, bold=True, anchor="end")
         start_s = run.middle(steps)[0]
-        _strip(scene, run, top + 26, scale)
-        _enlarged(scene, run, top + 26 + STRIP, scale, start_s, start_s + zoom_s)
+        _strip(scene, run, top + 30, scale)
+        less = f"{_time(longest_s - whole.wall_s)} less"
+        if (longest_s - whole.wall_s) * scale > _width(less) + 12:
+            scene.text(WIDTH - RIGHT, top + 30 + STRIP / 2 + 6, less, size=TEXT, fill=GREY, anchor="end")
+        _enlarged(scene, run, top + 30 + STRIP, scale, start_s, start_s + zoom_s)
     _axis(scene, HEAD + PANEL * len(runs), scale)
     return scene
 
@@ -161,36 +168,36 @@ def picture(panels: Sequence[tuple[str, Timeline]], *, title: str, steps: int = 
 def _legend(scene: Scene) -> None:
     x = LEFT
     for fill, text in ((BOTH, "host and GPU work"), (WAITS, "GPU works, host waits"), (IDLE, "GPU does nothing")):
-        scene.rect(x, 43, 12, 12, fill)
-        scene.text(x + 18, 54, text, fill=GREY)
-        x += 40 + 7.0 * len(text)
+        scene.rect(x, 49, 15, 15, fill)
+        scene.text(x + 22, 62, text, size=TEXT, fill=GREY)
+        x += 46 + _width(text)
 
 
 def _strip(scene: Scene, run: _Run, top: float, scale: float) -> None:
     """The whole run. Each column's height is shared out as its time was."""
     width = (run.end_s - run.start_s) * scale
-    edges = np.linspace(run.start_s, run.end_s, max(2, round(width)) + 1)
+    edges = np.linspace(run.start_s, run.end_s, max(2, round(width / COLUMN)) + 1)
     column_s = np.diff(edges)
     both, gpu = covered_s(run.both, edges) / column_s, covered_s(run.gpu, edges) / column_s
-    scene.rect(LEFT, top, width, STRIP, IDLE)
-    x = LEFT + (edges - run.start_s) * scale
-    for share, fill in ((gpu, WAITS), (both, BOTH)):
-        y = top + STRIP * (1.0 - share)
-        outline = np.stack([np.repeat(x, 2)[1:-1], np.repeat(y, 2)], axis=1)
-        bottom = top + STRIP
-        scene.polygon([(LEFT, bottom), *map(tuple, outline.tolist()), (LEFT + width, bottom)], fill)
+    scene.rect(LEFT, top, width, STRIP, WAITS)
+    x = np.repeat(LEFT + (edges - run.start_s) * scale, 2)[1:-1]
+    for ground, y, fill in ((top, top + STRIP * (1.0 - gpu), IDLE), (top + STRIP, top + STRIP * (1.0 - both), BOTH)):
+        outline = np.stack([x, np.repeat(y, 2)], axis=1)
+        scene.polygon([(LEFT, ground), *map(tuple, outline.tolist()), (LEFT + width, ground)], fill)
 
 
 def _enlarged(scene: Scene, run: _Run, top: float, scale: float, start_s: float, end_s: float) -> None:
     """From `start_s` to `end_s`, the host's lane over the GPU's, tied to their place in the strip."""
     zoom = (WIDTH - LEFT - RIGHT) / (end_s - start_s)
-    host_y, gpu_y = top + 26, top + 26 + LANE + 4
+    host_y, gpu_y = top + 30, top + 30 + LANE + 4
     at = (LEFT + (start_s - run.start_s) * scale, LEFT + (end_s - run.start_s) * scale)
     for from_x, to_x in zip(at, (LEFT, WIDTH - RIGHT), strict=True):
         scene.line(((from_x, top), (from_x, top + 4), (to_x, host_y - 4), (to_x, host_y)), RULE)
-    scene.text(LEFT - 10, host_y + LANE / 2 + 5, "host", anchor="end")
-    scene.text(LEFT - 10, gpu_y + LANE / 2 + 5, "GPU", anchor="end")
-    scene.text(WIDTH / 2, top + 18, f"{_time(end_s - start_s)} of it", size=12, fill=GREY, anchor="middle")
+    scene.text(LEFT - 8, host_y + LANE / 2 + 6, "host", size=TEXT, anchor="end")
+    scene.text(LEFT - 8, gpu_y + LANE / 2 + 6, "GPU", size=TEXT, anchor="end")
+    scene.text(
+        (LEFT + WIDTH - RIGHT) / 2, top + 23, f"{_time(end_s - start_s)} of it", size=TEXT, fill=GREY, anchor="middle"
+    )
 
     def lane(y: float, spans: Seconds, fill: str) -> None:
         for one_s, other_s in spans.clip(start_s, end_s).tolist():
@@ -212,11 +219,11 @@ def _enlarged(scene: Scene, run: _Run, top: float, scale: float, start_s: float,
                 x, width = LEFT + (one_s - start_s) * zoom, (other_s - one_s) * zoom
                 if one_s > start_s and width > 3:
                     scene.rect(x - 0.5, y, 1, LANE, "#fff")
-                if width > 6.6 * len(name) + 8:
-                    middle_s = np.array([(one_s + other_s) / 2])
-                    dark = _inside(run.both if y == gpu_y else run.host, middle_s)[0]
-                    fill = "#fff" if dark else INK
-                    scene.text(x + width / 2, y + LANE / 2 + 4, name, size=12, fill=fill, anchor="middle")
+                around_s = (one_s + other_s) / 2 + np.array([-0.5, 0.5]) * _width(name) / zoom
+                dark = _inside(run.both if y == gpu_y else run.host, around_s)
+                if width > _width(name) + 8 and dark[0] == dark[1]:
+                    fill = "#fff" if dark[0] else INK
+                    scene.text(x + width / 2, y + LANE / 2 + 5, name, size=TEXT, fill=fill, anchor="middle")
 
 
 def _axis(scene: Scene, top: float, scale: float) -> None:
@@ -228,10 +235,19 @@ def _axis(scene: Scene, top: float, scale: float) -> None:
     for i in range(int((WIDTH - LEFT - RIGHT) / scale / tick_s + 1e-9) + 1):
         x = LEFT + i * tick_s * scale
         scene.line(((x, top), (x, top + 5)), RULE)
-        scene.text(x, top + 20, _time(i * tick_s, exact=False) if i else "0", size=12, fill=GREY, anchor="middle")
+        scene.text(x, top + 23, _time(i * tick_s, exact=False) if i else "0", size=TEXT, fill=GREY, anchor="middle")
 
 
 def _time(seconds: float, *, exact: bool = True) -> str:
     if seconds >= 1.0:
         return f"{seconds:.1f} s" if exact else f"{seconds:g} s"
     return f"{seconds * 1e3:.{1 if exact else 0}f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def _width(text: str) -> float:
+    """About what it takes, in pixels, at size `TEXT`."""
+    return 0.56 * TEXT * len(text)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.01 else f"{share:.2%}"

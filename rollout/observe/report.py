@@ -44,7 +44,7 @@ POINTS = 120
 """Places on an axis; longer runs are drawn as means of neighbouring phases."""
 
 STYLE = """
-:root{--ink:#1f2328;--soft:#656d76;--rule:#d8dde2;--page:#f6f7f8;--card:#fff}
+:root{color-scheme:light dark;--ink:#1f2328;--soft:#656d76;--rule:#d8dde2;--page:#f6f7f8;--card:#fff}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e9ec;--soft:#9aa3ad;--rule:#343b43;--page:#14171a;--card:#1d2125}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif}

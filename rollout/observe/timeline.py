@@ -106,11 +106,12 @@ class Timeline:
 
     def spans_s(self, lane: str, prefix: str = "") -> Seconds:
         """Starts and ends of the lane's spans named `prefix`..., by start: float64 [spans, 2], seconds."""
-        order = self._order()
-        wanted = [kind for kind, (of, called) in enumerate(self._kinds) if of == lane and called.startswith(prefix)]
-        order = order[np.isin(self._kind[order], wanted)]
-        order = order[np.argsort(self._start_s[order], kind="stable")]
+        order = self._order_in(lane, prefix)
         return np.stack([self._start_s[order], self._end_s[order]], axis=1)
+
+    def names(self, lane: str, prefix: str = "") -> list[str]:
+        """The names of the spans that `spans_s` gives, in its order."""
+        return [self._kinds[kind][1] for kind in self._kind[self._order_in(lane, prefix)].tolist()]
 
     def idle_share(self, lane: str = "compute", since_s: float = -math.inf, until_s: float = math.inf) -> float:
         """1 - busy / wall, where busy is the union of the lane's spans and wall goes from first start to last end.
@@ -188,6 +189,13 @@ class Timeline:
         self._step[i] = step
         self._kind[i] = kind
         self._written += 1
+
+    def _order_in(self, lane: str, prefix: str) -> npt.NDArray[np.int64]:
+        """Indices of the lane's spans named `prefix`..., by start."""
+        order = self._order()
+        wanted = [kind for kind, (of, called) in enumerate(self._kinds) if of == lane and called.startswith(prefix)]
+        order = order[np.isin(self._kind[order], wanted)]
+        return order[np.argsort(self._start_s[order], kind="stable")]
 
     def _order(self) -> npt.NDArray[np.int64]:
         """Indices of the spans kept, oldest written first."""

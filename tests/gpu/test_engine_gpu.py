@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from rollout import Completion, EngineConfig, RolloutWorker, SamplingParams
+from rollout.engine.graphs import GraphKey
+from rollout.observe import Timeline
 from tests.tiny_models import ARCHITECTURES, ragged_prompts, tiny
 
 pytestmark = pytest.mark.gpu
@@ -109,13 +111,67 @@ def test_graph_is_eager_and_overlap_is_in_turns(dtype: torch.dtype) -> None:
             assert sum(first) >= 0.9 * len(first), name
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_replay_stamps_its_start_anew(overlap: bool) -> None:
+    """The start is a node of the step's graph: after the copy in and the step before, and before the step's end."""
+    timeline = Timeline()
+    with RolloutWorker(wide(), EngineConfig(overlap=overlap, **SMALL), timeline=timeline) as worker:
+        worker.generate(PROMPTS, SAMPLED)
+        assert worker.metrics.decode_steps >= 47
+    copied_s, (start_s, end_s) = timeline.spans_s("h2d")[:, 1], timeline.spans_s("compute").T
+    rounding_s = 2e-6  # of CUDA's milliseconds in float32
+    assert len(copied_s) == len(start_s)
+    assert (start_s < end_s).all()
+    assert (start_s[1:] > end_s[:-1] - rounding_s).all()
+    assert (start_s > copied_s - rounding_s).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_prefill_tokens", [256, 8192], ids=["chunked", "whole"])
+def test_a_prefill_from_a_graph_is_the_eager_one(dtype: torch.dtype, max_prefill_tokens: int) -> None:
+    model = wide("qwen3")
+    config = EngineConfig(dtype=dtype, max_prefill_tokens=max_prefill_tokens, **SMALL)
+    replayed: list[GraphKey] = []
+    with RolloutWorker(model, config) as worker:
+        engine = worker.engine
+        replay = engine.graphs.replay
+
+        def noted(key: GraphKey) -> None:
+            replayed.append(key)
+            replay(key)
+
+        engine.graphs.replay = noted  # type: ignore[method-assign]
+        padded = worker.generate(PROMPTS, SAMPLED)
+        steps = worker.metrics.prefill_steps
+        assert sum(key.prefill is not None for key in replayed) == steps
+        assert steps == (1 if max_prefill_tokens == 8192 else 2)
+        engine.scheduler.blocks.forget_prefixes()
+        replayed.clear()
+        engine.prefill_sizes = []
+        eager = worker.generate(PROMPTS, SAMPLED)
+        assert all(key.prefill is None for key in replayed)
+    if dtype == torch.float32:
+        assert tokens(padded) == tokens(eager)
+    else:
+        # another matrix kernel may be chosen for another number of tokens, and rounding another token once in a while
+        first = [
+            a.token_ids[:8] == b.token_ids[:8]
+            for g, h in zip(padded, eager, strict=True)
+            for a, b in zip(g, h, strict=True)
+        ]
+        assert sum(first) >= 0.9 * len(first)
+    for completion in [c for group in padded for c in group]:
+        difference = (torch.tensor(completion.logprobs) - logprobs_of(model, completion)).abs()
+        assert difference.max() < (1e-4 if dtype == torch.float32 else MAX_DIFFERENCE)
+
+
 def test_three_phases_capture_once_and_move_nothing() -> None:
     model = wide()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     with RolloutWorker(model, EngineConfig(**SMALL)) as worker:
         engine = worker.engine
         captures = engine.graphs.captures
-        assert captures == 2 * len(engine.buckets)
+        assert captures == 2 * (len(engine.buckets) + len(engine.prefill_sizes))
         tensors = [engine.kv, engine.runner.block_table, *engine.module.parameters()]
         tensors += [t for s in engine.slots for t in (s.host_in, s.device_in, s.host_out, s.device_out)]
         pointers = [t.data_ptr() for t in tensors]
@@ -154,9 +210,10 @@ def test_filters_in_a_graph() -> None:
     params = SamplingParams(n=2, max_tokens=16, top_k=20, top_p=0.8, min_p=0.02, seed=4)
     with RolloutWorker(model, EngineConfig(dtype=torch.float32, **SMALL)) as worker:
         graphs = worker.generate(PROMPTS, params)
-        captures = worker.engine.graphs.captures
+        engine = worker.engine
+        captures = engine.graphs.captures
         worker.generate(PROMPTS, params)
-        assert worker.engine.graphs.captures == captures == 4 * len(worker.engine.buckets)
+        assert engine.graphs.captures == captures == 4 * (len(engine.buckets) + len(engine.prefill_sizes))
     with RolloutWorker(model, EngineConfig(dtype=torch.float32, use_graphs=False, **SMALL)) as worker:
         assert tokens(worker.generate(PROMPTS, params)) == tokens(graphs)
 

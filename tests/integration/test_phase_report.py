@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -86,13 +87,14 @@ def test_nothing_is_kept_gathered_or_imported_where_nobody_asked(monkeypatch: py
     report.flush("train")
 
 
-@pytest.mark.parametrize("installed", [False, True])
-def test_wandb_that_is_missing_or_off_costs_nothing(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+@pytest.mark.parametrize(
+    "module",  # any use but asking for the run raises
+    [None, SimpleNamespace(run=None), SimpleNamespace(run=SimpleNamespace(disabled=True))],
+    ids=["not installed", "no run", "disabled"],
+)
+def test_wandb_that_is_missing_or_off_costs_nothing(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
     trainer = fake_trainer(args={"report_to": ["wandb"]})
-    if installed:  # any use but asking for the run raises
-        monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
-    else:
-        monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", module)
     report = PhaseReport(trainer, worker_after((3, 1)))
     report.add([LONG, SHORT], MEMORY)
     report.flush("train")  # and nothing raised

@@ -16,6 +16,7 @@ from trl import GRPOTrainer
 
 from rollout import EngineConfig, RolloutWorker
 from rollout.integrations.trl import RolloutGRPOTrainer, attach
+from rollout.observe import progress
 from rollout.types import Completion
 from tests.integration.tiny_trl import arguments, prompts, share_of_digits, tiny_tokenizer
 from tests.tiny_models import fingerprint, tiny
@@ -78,6 +79,18 @@ def test_trains_with_logprobs_that_are_the_learners_own(make: Make, architecture
     after = trainer.model.state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert "profiling/Time taken: RolloutGRPOTrainer.vLLM.generate" not in steps(trainer)[0]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_head_that_trl_casts_is_float32_in_the_engine(make: Make, architecture: str) -> None:
+    trainer = make(model=tiny(architecture).to(torch.bfloat16), cast_lm_head_to_fp32=True, learning_rate=1e-2)
+    engine = trainer.rollout_worker.engine
+    assert engine.module.lm_head.weight.dtype == torch.float32
+    assert engine.module.model.norm.weight.dtype == engine.dtype == torch.bfloat16
+    assert (engine.module.lm_head.weight is engine.module.model.embed_tokens.weight) == (architecture == "qwen2")
+    trainer.train()
+    assert [entry["rollout/policy_version"] for entry in steps(trainer)] == [1, 2]
+    assert all(0 < entry[DIFFERENCE] < 0.05 for entry in steps(trainer))
 
 
 def test_a_groups_prompt_is_prefilled_once(make: Make) -> None:
@@ -287,6 +300,16 @@ def test_attach_a_worker_that_exists(make: Make) -> None:
         assert trainer.rollout_worker is worker
         trainer.train()
         assert worker.totals.phases == 2
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_phases_progress_is_shown_unless_the_trainer_shows_none(
+    make: Make, silent: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LOG_S", 0.0)
+    make(max_steps=1, disable_tqdm=silent).train()
+    ends = [line for line in capsys.readouterr().err.splitlines() if line.startswith("generated: 8/8 completions")]
+    assert len(ends) == (0 if silent else 1)
 
 
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")

@@ -124,6 +124,7 @@ def test_an_offline_run_holds_tables_histograms_and_texts(rows: list[dict[str, A
         assert line["finished_eos"] + line["finished_length"] == 8
         assert line["versions"] == f"{line['policy_version']}: {line['generated_tokens']}"
         assert line["decode_s"] + line["tail_busy_s"] > 0
+        assert line["decode_mbu"] is None  # a CPU's bandwidth isn't known
     texts = [line for table in tables["samples"] for line in table["data"]]
     assert len(texts) == 2 * 4
     assert all(line[2].endswith("=") and isinstance(line[3], str) for line in texts)

@@ -1,6 +1,8 @@
 """Wall time on a scripted clock goes to the part that it was scripted for, and adds up; a step's cost, by hand."""
 
+import itertools
 import math
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -174,6 +176,27 @@ def test_a_workers_phases_add_up_to_its_wall_time():
         assert min(part.sleep_s, part.wake_s, part.exchange_s, part.tail_busy_s) > 0.0
         assert part.decode_s == 0.0  # one row of four
         assert part.generate_s == pytest.approx(worker.metrics.generate_s, rel=0.2)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_each_phases_parts_add_up_to_its_wall_time(monkeypatch, overlap):
+    """On one clock that goes on a second whenever somebody looks: what is lost or counted twice is seen."""
+    reads = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(reads)))
+    config = EngineConfig(max_rows=4, max_model_len=64, block_size=8, kv_cache_bytes=1 << 20, overlap=overlap)
+    with RolloutWorker(model := tiny("llama"), config) as worker:
+        worker._wall = WallClock(time.perf_counter)
+        ended_s = worker._wall._since_s
+        for lengths in [(5, 9, 7, 11, 3, 12), (5, 9), (6, 6, 6)]:
+            worker.sleep()
+            worker.wake()
+            worker.exchange(model)
+            worker.generate(ragged_prompts(lengths), SamplingParams(max_tokens=6, ignore_eos=True))
+            before_s, ended_s = ended_s, worker._wall._since_s
+            parts = worker.breakdown.parts()
+            assert math.fsum(parts.values()) == ended_s - before_s
+            assert min(parts[name] for name in ("sleep", "wake", "exchange", "learner", "prefill", "edges")) > 0.0
+            assert parts["decode"] + parts["tail_busy"] > 0.0
 
 
 # What a step costs

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from rollout.config import EngineConfig
-from rollout.engine import engine as engine_module
+from rollout.engine import engine as engine_module, kernels
+from rollout.engine.batch import PrefillSize
 from rollout.engine.engine import Engine
-from rollout.engine.graphs import GraphKey, row_buckets
+from rollout.engine.graphs import PREFILL_TOKENS, GraphKey, row_buckets
 from rollout.engine.models import build_module
 from rollout.engine.scheduler import Ended
 from rollout.types import Request, SamplingParams
@@ -103,6 +105,52 @@ def test_in_turns_each_step_is_waited_for(fakes: FakeStreams) -> None:
     assert fakes.log == 2 * [*launch("A"), "host waits d2h_done[A]"]
 
 
+def test_a_step_starts_inside_of_its_graph(fakes: FakeStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launching a graph takes the host a while, in which an idle device stays idle: that is no part of the step."""
+    engine = make(use_graphs=True)
+    start_decode, forward = kernels.start_decode, engine.runner.forward
+
+    def logged_start(*args: Any) -> Tensor:
+        fakes.log.append("first kernel")
+        return start_decode(*args)
+
+    def logged_forward(*args: Any) -> Tensor:
+        fakes.log.append("model")
+        return forward(*args)
+
+    monkeypatch.setattr(kernels, "start_decode", logged_start)
+    engine.runner.forward = logged_forward
+    replay = engine.graphs.replay
+
+    def logged_replay(key: GraphKey) -> None:
+        fakes.log.append(f"graph of slot {key.slot} begins")
+        replay(key)
+        fakes.log.append("graph ends")
+
+    monkeypatch.setattr(engine.graphs, "replay", logged_replay)
+    name_events(engine)
+    engine.add([request(5)])
+    engine.step()
+    fakes.log.clear()
+    engine.step()
+    engine.step()
+
+    def computed(slot: int, letter: str) -> list[str]:
+        return [
+            f"compute waits h2d_done[{letter}]",
+            "compute:",
+            f"graph of slot {slot} begins",
+            "first kernel",
+            f"compute records compute_start[{letter}]",
+            "model",
+            "graph ends",
+            f"compute records compute_done[{letter}]",
+        ]
+
+    ours = [line for line in fakes.log if line.startswith(("compute", "first", "graph", "model"))]
+    assert ours == [*computed(1, "B"), *computed(0, "A")]
+
+
 def test_a_slot_is_filled_only_after_its_step_was_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
     engine.add([request(5, max_tokens=12)])
@@ -133,12 +181,13 @@ def addresses(engine: Engine) -> list[int]:
 def test_three_phases_capture_once_and_move_nothing() -> None:
     engine = make(use_graphs=True)
     before = addresses(engine), engine.streams, list(engine.slots), engine.graphs.keys
-    assert engine.graphs.captures == len(row_buckets(4)) * 2
+    captures = (len(row_buckets(4)) + len(PREFILL_TOKENS)) * 2
+    assert engine.graphs.captures == captures
     for version in range(1, 4):
         engine.add([request(n, max_tokens=6, group=n) for n in (3, 9, 5)])
         assert len(finish(engine)) == 3
         engine.publish_weights(version)
-        assert engine.graphs.captures == len(row_buckets(4)) * 2
+        assert engine.graphs.captures == captures
     assert (addresses(engine), engine.streams, list(engine.slots), engine.graphs.keys) == before
 
 
@@ -159,11 +208,15 @@ def test_filtered_steps_are_captured_once_when_first_asked_for() -> None:
 def test_graph_keys_and_sizes() -> None:
     assert row_buckets(4) == [1, 2, 4]
     assert row_buckets(5) == [1, 2, 4, 5]
+    assert row_buckets(256) == [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256]
+    assert row_buckets(600) == [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 600]
     for most in (1, 64, 100, 256, 1000, 1024):
         sizes = row_buckets(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
-    keys = {GraphKey(slot.index, rows, False) for slot in make(use_graphs=True).slots for rows in (1, 2, 4)}
+    keys = {GraphKey(slot, rows, False) for slot in (0, 1) for rows in (1, 2, 4)}
+    keys |= {GraphKey(slot, 4, False, PrefillSize(tokens, 4, 8)) for slot in (0, 1) for tokens in PREFILL_TOKENS}
     assert set(make(use_graphs=True).graphs.keys) == keys
+    assert make(use_graphs=False).graphs.keys == []
 
 
 def test_one_graph_serves_every_length() -> None:

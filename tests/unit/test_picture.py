@@ -81,7 +81,8 @@ def test_both_runs_are_drawn_with_seconds_and_idle_share():
     svg = picture([("in turns", in_turns()), ("overlapped", overlapped())], title="8B & more").to_svg()
     assert "8B &amp; more" in svg
     assert ">197.5 s, GPU idle 24.1%</text>" in svg
-    assert ">160.0 s, GPU idle 0.0%</text>" in svg
+    assert ">160.0 s, GPU idle 0.00%</text>" in svg
+    assert svg.count(">37.5 s less</text>") == 1  # there is room for it beside the shorter strip
     assert "http" not in svg.replace('xmlns="http://www.w3.org/2000/svg"', "")
 
 
@@ -100,7 +101,7 @@ def test_the_enlarged_lanes_are_coloured_by_who_works():
     svg = picture([("in turns", in_turns())], title="", steps=4).to_svg()
     lanes = {y for _, y, _ in boxes(svg, WAITS)}
     host_y, gpu_y = sorted(lanes)[-2:]
-    whole = 1200 - 64 - 24
+    whole = 900 - 58 - 16
     step = whole / 4
     working = [width for _, y, width in boxes(svg, IDLE) if y == host_y]
     assert working == pytest.approx([step / 4] * 4, abs=0.1)  # at work while the GPU is idle
@@ -110,6 +111,19 @@ def test_the_enlarged_lanes_are_coloured_by_who_works():
     svg = picture([("overlapped", overlapped())], title="", steps=4).to_svg()
     green = [width for _, y, width in boxes(svg, BOTH) if y == host_y]
     assert green == pytest.approx([step / 4] * 4, abs=0.1)
+
+
+def test_a_label_stands_on_one_colour():
+    def labels(host_s: float) -> list[tuple[float, str]]:
+        """(place, colour) of the label of a GPU step of 10 s, during whose first seconds the host works."""
+        made = timeline([("update", 0.0, host_s), ("wait", host_s, 10.0)], [(0.0, 10.0)])
+        svg = picture([("one", made)], title="").to_svg()
+        return re.findall(r'<text x="([^"]*)"[^>]*fill="(#[^"]*)"[^>]*>decode</text>', svg)
+
+    middle = str(58 + (900 - 58 - 16) // 2)
+    assert labels(1.0) == [(middle, "#1f2328")]
+    assert labels(9.0) == [(middle, "#fff")]
+    assert labels(5.0) == []
 
 
 def test_what_began_before_is_left_out():
@@ -125,7 +139,7 @@ def test_an_empty_timeline_is_refused():
 
 
 def test_a_single_step_is_drawn():
-    assert "GPU idle 0.0%" in picture([("one", overlapped(1))], title="").to_svg()
+    assert "GPU idle 0.00%" in picture([("one", overlapped(1))], title="").to_svg()
 
 
 def test_png_where_matplotlib_is_and_else_a_word_about_it(tmp_path, monkeypatch):

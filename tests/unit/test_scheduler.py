@@ -229,6 +229,17 @@ def test_admission_waits_for_a_batch_of_rows() -> None:
     assert two_free is not None and two_free.prefill is not None and two_free.rows.size == 2
 
 
+def test_admission_at_once() -> None:
+    scheduler = make(max_rows=32, num_blocks=1000, max_prefill_tokens=1000, admission_rows=1)
+    for i in range(40):
+        scheduler.add(request(group=i, first=10 * i, max_tokens=30))
+    batch = scheduler.schedule()
+    assert batch is not None
+    answer(scheduler, batch, [EOS] + [50] * 31)
+    one_free = scheduler.schedule()
+    assert one_free is not None and one_free.prefill is not None and one_free.rows.size == 1
+
+
 def test_non_finite_logits_end_one_request_alone() -> None:
     scheduler = make()
     scheduler.add(request(group=1))

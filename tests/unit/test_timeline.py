@@ -50,6 +50,16 @@ def test_idle_share_takes_spans_in_any_order():
     assert timeline.idle_share() == pytest.approx(1 - 4 / 8)
 
 
+def test_names_go_with_spans():
+    timeline = Timeline(64)
+    for name, start_s in [("decode 3", 6.0), ("prefill 2", 0.0), ("decode 12", 2.0)]:
+        timeline.device("compute", name, 0, start_s, start_s + 1.0)
+    timeline.device("d2h", "out", 0, 1.0, 2.0)
+    assert timeline.names("compute") == ["prefill 2", "decode 12", "decode 3"]
+    assert timeline.names("compute", "decode") == ["decode 12", "decode 3"]
+    assert timeline.spans_s("compute", "decode")[:, 0].tolist() == [2.0, 6.0]
+
+
 def test_idle_share_keeps_lanes_apart_and_cuts_to_the_window():
     timeline = Timeline(64)
     timeline.device("compute", "prefill", 0, 0.0, 1.0)
