@@ -4,28 +4,35 @@ A decode step makes one token for each row. To do so the GPU must read every wei
 values once, and that takes far longer than the arithmetic: 8B parameters in bf16 are 15 GB, 32 rows of 1K positions
 another 4.3 GB, and an H200 reads about 4.3 TB a second, so no step is faster than 4.5 ms. That is the *floor*:
 
-    floor = (weight bytes + KV bytes at the mean length) / bandwidth
+    floor = (weight bytes + KV bytes at the counted steps' mean length) / bandwidth
 
 with the bandwidth of a large copy on this device, measured in this run. Everything above it is a kernel that reads
 slowly, a kernel too many, or a GPU that waits for the host. So two figures stand side by side: MBU, the share of that
 bandwidth that a step used (floor / step), and the idle share of the compute stream. A busy GPU is not yet a fast one.
 
 Weights are random, of real shapes, so nothing is downloaded, and end-of-sequence is ignored, so every completion has
-its full length. Prints a table, then one JSON line.
+its full length. Steps in which a row is missing, or that lie at the edge of the phase, are not counted. So a long KV is
+measured by a long prompt and few new tokens, of which only the prefill takes its time. Prints a table, then one JSON
+line.
 
     python recipes/bench_decode.py --model 8b --bs 32 --prompt 512 --new 1024
     python recipes/bench_decode.py --model 1.7b --bs 256 --prompt 256 --new 768 --overlap both
+    python recipes/bench_decode.py --model 8b --bs 32 --prompt 16384 --new 96
     python recipes/bench_decode.py --model tiny --bs 4 --prompt 16 --new 32          # a CPU will do
 
 Something else can be measured beside it, in turns (A B A B) on the same GPU. A peer is any command that prints JSON
-lines with `ms_per_step` (whole run / new tokens) and, if it can tell, `median_step_ms` and `tok_s`. Braces get filled:
+lines with `ms_per_step` (whole run / new tokens) and, if it can tell, `median_step_ms` (of decode steps),
+`decode_ms_per_step` (their mean, without the prefill), `tok_s` and `mode`. Braces get filled. Give `--peer NAME
+--peer-command CMD` once for each peer:
 
     python recipes/bench_decode.py --model 8b --bs 32 --prompt 512 --new 1024 --repeats 2 --peer transformers \\
         --peer-command "python peer.py --model {model} --bs {bs} --prompt {prompt} --new {new} --logprobs"
 
-In the table: `step` is the median time from one decode step's start to the next one's, `on device` the median time of
-the step itself, `run/new` the whole phase's wall time, prefill included, over the new tokens, `host us` what the host
-worked a step (its waits left out), `idle` the compute stream's idle share in steady decoding.
+In the table: `step` is the median time from one decode step's start to the next one's, `mean step` the time from the
+first decode step's start to the last one's end over their number, `on device` the median time of the step itself,
+`run/new` the whole phase's wall time, prefill included, over the new tokens, `host us` what the host worked a counted
+step (its waits left out), `idle` the compute stream's idle share in counted steps. Of a peer, the floor is held against
+its median step, or else its mean one, and ratios are of like figures.
 """
 
 from __future__ import annotations
@@ -41,12 +48,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from rollout import EngineConfig, RolloutWorker, SamplingParams
+from rollout import Completion, EngineConfig, RolloutWorker, SamplingParams
 from rollout.observe import Timeline
 
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -86,6 +94,7 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 COLUMNS = {  # key: (head, format)
     "step_ms": ("step ms", ".3f"),
+    "mean_step_ms": ("mean step", ".3f"),
     "device_ms": ("on device", ".3f"),
     "ms_per_step": ("run/new", ".3f"),
     "x_floor": ("x floor", ".2f"),
@@ -138,60 +147,109 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.numel() / statistics.median(seconds[2:])
 
 
-def measure(model: PreTrainedModel, args: argparse.Namespace, floor_s: float, overlap: bool) -> dict[str, float]:
-    """One engine, warmed up, then one timed phase of `bs` completions of `new` tokens."""
+def read_bytes(model: PreTrainedModel, rows: int, mean_kv: float) -> tuple[int, int]:
+    """Bytes of weights and of KV that a decode step of `rows` rows reads, at `mean_kv` positions a row."""
+    return weight_bytes(model), round(rows * mean_kv * kv_bytes_per_token(model))
+
+
+class Steady(NamedTuple):
+    """A phase's counted decode steps: all rows are there, and the phase's edges are far."""
+
+    spans_s: np.ndarray  # [steps, 2], starts and ends on the compute stream
+    periods_s: np.ndarray  # from a counted step's start to the next one's, where nothing ran in between
+    mean_tokens: float  # that a row had decoded after a counted step, on average
+
+
+def steady(timeline: Timeline, rows: int) -> Steady:
+    """The counted steps of a phase of `rows` requests in as many rows, less a twentieth of them at either end."""
+    spans_s, names = timeline.spans_s("compute"), timeline.names("compute")
+    decoding = np.array([int(name.split()[1]) if name.startswith("decode") else 0 for name in names])  # [steps], rows
+    tokens = decoding.cumsum() / rows  # a row's decoded tokens so far, on average: while all rows are there none ended
+    full = np.flatnonzero(decoding == rows)
+    assert full.size, "no step had all rows"
+    edge = max(1, len(full) // 20)
+    counted = full[edge:-edge] if len(full) > 2 * edge + 1 else full
+    following = counted[1:][np.diff(counted) == 1]
+    return Steady(spans_s[counted], spans_s[following, 0] - spans_s[following - 1, 0], float(tokens[counted].mean()))
+
+
+def host_us(timeline: Timeline, since_s: float, until_s: float) -> dict[str, float]:
+    """Microseconds of each part of the host's step but its wait, the mean of those that begin within the window."""
+    parts = {}
+    for name in timeline.summary():
+        spans_s = timeline.spans_s("host", name)
+        inside = spans_s[(spans_s[:, 0] >= since_s) & (spans_s[:, 0] < until_s)]
+        if name != "wait" and len(inside):
+            parts[name] = float((inside[:, 1] - inside[:, 0]).mean()) * 1e6
+    return parts
+
+
+def engine_config(model: PreTrainedModel, rows: int, tokens: int, **options: Any) -> EngineConfig:
+    """An engine whose rows all fit with `tokens` tokens each, prompt and completion, so that none is preempted."""
     block_size = EngineConfig().block_size
-    blocks_a_row = -(-(args.prompt + args.new) // block_size)
-    block_bytes = kv_bytes_per_token(model) * block_size
-    config = EngineConfig(
-        max_rows=args.bs,
-        max_model_len=args.prompt + args.new,
-        kv_cache_bytes=(args.bs * blocks_a_row + 8) * block_bytes,
-        overlap=overlap,
-        fused_decoder=args.forward == "fused",
+    blocks = rows * -(-tokens // block_size) + 8
+    return EngineConfig(
+        max_rows=rows,
+        max_model_len=tokens,
+        kv_cache_bytes=blocks * block_size * kv_bytes_per_token(model),
+        **options,
+    )
+
+
+def measure(model: PreTrainedModel, args: argparse.Namespace, bytes_s: float, overlap: bool) -> dict[str, float]:
+    """One engine, warmed up, then one timed phase of `bs` completions of `new` tokens."""
+    config = engine_config(
+        model, args.bs, args.prompt + args.new, overlap=overlap, fused_decoder=args.forward == "fused"
     )
     timeline = Timeline(capacity=64 * (args.new + args.bs) + 4096)
     generator = torch.Generator().manual_seed(1)
 
-    def prompts() -> list[list[int]]:
-        # Fresh ones each time, so that no prompt's KV is found in the cache.
-        return torch.randint(10, model.config.vocab_size, (args.bs, args.prompt), generator=generator).tolist()
+    def generate(prompt: int, new: int) -> list[list[Completion]]:
+        # Fresh prompts each time, so that none's KV is found in the cache.
+        asked = torch.randint(10, model.config.vocab_size, (args.bs, prompt), generator=generator).tolist()
+        return worker.generate(asked, SamplingParams(max_tokens=new, ignore_eos=True))
 
     start_s = time.perf_counter()
     with RolloutWorker(model, config, timeline=timeline) as worker:
         startup_s, graphs_bytes = time.perf_counter() - start_s, worker.memory_report().graphs_bytes
-        worker.generate(prompts(), SamplingParams(max_tokens=min(args.new, 8), ignore_eos=True))
+        # As much as one prefill step takes: further ones are like it.
+        generate(min(args.prompt, -(-config.max_prefill_tokens // args.bs)), min(args.new, 8))
         captures = worker.metrics.graph_captures_total
         timeline.clear()
         start_s = time.perf_counter()
-        groups = worker.generate(prompts(), SamplingParams(max_tokens=args.new, ignore_eos=True))
+        groups = generate(args.prompt, args.new)
         wall_s = time.perf_counter() - start_s
         metrics = worker.metrics
+    assert metrics.preemptions_total == 0, "the cache was to hold every row at its full length"
     if args.trace is not None:
         timeline.write_trace(args.trace)
 
-    decode = timeline.spans_s("compute", "decode")  # [steps, 2]
-    edge = max(1, len(decode) // 20)  # rows join at the start and leave at the end
-    steady = decode[edge:-edge] if len(decode) > 2 * edge + 1 else decode
-    periods_s, on_device_s = steady[1:, 0] - steady[:-1, 0], steady[:, 1] - steady[:, 0]
-    step_s = statistics.median(periods_s.tolist()) if len(periods_s) else math.nan
-    host_s = sum(seconds for name, seconds in timeline.summary().items() if name != "wait")
+    counted = steady(timeline, args.bs)
+    since_s, until_s = float(counted.spans_s[0, 0]), float(counted.spans_s[-1, 1])
+    mean_kv = args.prompt + counted.mean_tokens
+    floor_s = sum(read_bytes(model, args.bs, mean_kv)) / bytes_s
+    step_s = statistics.median(counted.periods_s.tolist()) if len(counted.periods_s) else math.nan
+    decode_s = timeline.spans_s("compute", "decode")  # [steps, 2]
     tokens = sum(len(completion.token_ids) for group in groups for completion in group)
     return {
         "step_ms": step_s * 1e3,
-        "device_ms": statistics.median(on_device_s.tolist()) * 1e3,
+        "mean_step_ms": float(decode_s[-1, 1] - decode_s[0, 0]) / len(decode_s) * 1e3,
+        "device_ms": float(np.median(counted.spans_s[:, 1] - counted.spans_s[:, 0])) * 1e3,
         "ms_per_step": wall_s / args.new * 1e3,
         "x_floor": step_s / floor_s,
         "mbu": floor_s / step_s,
         "tok_s": tokens / wall_s,
-        "host_us": host_s / (metrics.decode_steps + metrics.prefill_steps) * 1e6,
-        "idle_share": timeline.idle_share("compute", float(steady[0, 0]), float(steady[-1, 1])),
+        "host_us": sum(host_us(timeline, since_s, until_s).values()),
+        "idle_share": timeline.idle_share("compute", since_s, until_s),
         "idle_share_phase": metrics.gpu_idle_frac,
+        "mean_kv": mean_kv,
+        "floor_ms": floor_s * 1e3,
         "total_s": wall_s,
         "tokens": tokens,
         "decode_steps": metrics.decode_steps,
+        "prefill_steps": metrics.prefill_steps,
+        "counted_steps": len(counted.spans_s),
         "row_occupancy": metrics.row_occupancy,
-        "preemptions": metrics.preemptions_total,
         "startup_s": startup_s,  # all graphs captured, kernels compiled where that hasn't been done before
         "graphs_bytes": graphs_bytes,
         "captures": captures,
@@ -199,38 +257,52 @@ def measure(model: PreTrainedModel, args: argparse.Namespace, floor_s: float, ov
     }
 
 
-def measure_peer(args: argparse.Namespace, floor_s: float) -> dict[str, dict[str, float]]:
-    """Run the peer's command; the figures of each JSON line it printed, by mode."""
-    command = args.peer_command.format(model=args.model, bs=args.bs, prompt=args.prompt, new=args.new)
+def measure_peer(name: str, command: str, args: argparse.Namespace, floor_s: float) -> dict[str, dict[str, float]]:
+    """Run a peer's command; the figures of each JSON line it printed, by mode.
+
+    Args:
+        name: of the peer.
+        command: its command, with braces yet to be filled.
+        args: what fills them.
+        floor_s: at the mean KV length of all its decode steps.
+    """
+    command = command.format(model=args.model, bs=args.bs, prompt=args.prompt, new=args.new)
     done = subprocess.run(shlex.split(command), stdout=subprocess.PIPE, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or not lines:
         raise SystemExit(f"the peer ended with {done.returncode} and {len(lines)} JSON lines: {command}")
-    results = {}
-    for line in lines:
-        # A whole run's mean stands in where the peer doesn't tell its median step.
-        step_ms = line.get("median_step_ms") or line["ms_per_step"]
-        results[" ".join(filter(None, [args.peer, line.get("mode")]))] = {
-            "step_ms": step_ms,
-            "ms_per_step": line["ms_per_step"],
-            "x_floor": step_ms * 1e-3 / floor_s,
-            "mbu": floor_s / (step_ms * 1e-3),
-            "tok_s": line.get("tok_s", args.bs / line["ms_per_step"] * 1e3),
-        }
-    return results
+    return {" ".join(filter(None, [name, line.get("mode")])): peer_figures(line, args.bs, floor_s) for line in lines}
 
 
-def middle(runs: list[dict[str, float]]) -> dict[str, float]:
-    """The run whose wall time is the median one (of two, the faster), whole, so that its figures belong together."""
-    return sorted(runs, key=lambda figures: figures["ms_per_step"])[(len(runs) - 1) // 2]
+def peer_figures(line: dict[str, Any], rows: int, floor_s: float) -> dict[str, float]:
+    """The figures of a peer's JSON line, by our names, as far as it tells them."""
+    figures = {
+        "ms_per_step": line["ms_per_step"],
+        "tok_s": line.get("tok_s") or rows / line["ms_per_step"] * 1e3,
+        "step_ms": line.get("median_step_ms"),
+        "mean_step_ms": line.get("decode_ms_per_step"),
+    }
+    if (step_ms := figures["step_ms"] or figures["mean_step_ms"]) is not None:
+        figures |= {"x_floor": step_ms * 1e-3 / floor_s, "mbu": floor_s / (step_ms * 1e-3)}
+    return {key: value for key, value in figures.items() if value is not None}
 
 
-def table(results: dict[str, dict[str, float]]) -> str:
-    """The results, a line each."""
+def ratios(ours: dict[str, float], peer: dict[str, float]) -> dict[str, float]:
+    """Our milliseconds over the peer's: median step, mean step and whole run, as far as the peer tells them."""
+    return {key: ours[key] / peer[key] for key in ("step_ms", "mean_step_ms", "ms_per_step") if key in peer}
+
+
+def middle(runs: list[dict[str, float]], key: str = "ms_per_step") -> dict[str, float]:
+    """The run whose `key` is the median one (of two, the lesser), whole, so that its figures belong together."""
+    return sorted(runs, key=lambda figures: figures[key])[(len(runs) - 1) // 2]
+
+
+def table(results: dict[str, dict[str, float]], columns: dict[str, tuple[str, str]]) -> str:
+    """The results, a line each. Columns are heads and formats by key."""
     width = max(len(name) for name in results)
-    lines = [" ".join([f"{'':<{width}}", *(f"{head:>10}" for head, _ in COLUMNS.values())])]
+    lines = [" ".join([f"{'':<{width}}", *(f"{head:>10}" for head, _ in columns.values())])]
     for name, figures in results.items():
-        cells = (format(figures[key], form) if key in figures else "-" for key, (_, form) in COLUMNS.items())
+        cells = (format(figures[key], form) if key in figures else "-" for key, (_, form) in columns.items())
         lines.append(" ".join([f"{name:<{width}}", *(f"{cell:>10}" for cell in cells)]))
     return "\n".join(lines)
 
@@ -270,12 +342,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--forward", choices=["fused", "module"], default="fused", help="whose forward pass is run")
     parser.add_argument("--repeats", type=int, default=1, help="rounds; the median run is reported")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--peer", default="peer", help="what to call the peer in the table")
-    parser.add_argument("--peer-command", help="a command to measure in turns with this engine, as above")
+    parser.add_argument("--peer", action="append", default=[], help="what to call a peer in the table")
+    parser.add_argument(
+        "--peer-command", action="append", default=[], help="its command, to measure in turns with this engine"
+    )
     parser.add_argument("--trace", type=Path, help="write the last run's timeline here, for ui.perfetto.dev")
     args = parser.parse_args(argv)
     if min(args.bs, args.prompt, args.repeats) < 1 or args.new < 4:
         parser.error("--bs, --prompt and --repeats must be at least 1, and --new at least 4")
+    if len(args.peer) != len(args.peer_command) or len(set(args.peer)) < len(args.peer):
+        parser.error("each --peer needs a name of its own and a --peer-command")
     return args
 
 
@@ -285,31 +361,35 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     device = torch.device(args.device)
     bytes_s = copy_bandwidth(device)
     model = random_model(args.model, device)
-    mean_kv = args.prompt + args.new // 2
-    weights, kv = weight_bytes(model), args.bs * mean_kv * kv_bytes_per_token(model)
-    floor_s = (weights + kv) / bytes_s
+    modes = {"on": {"overlap": True}, "off": {"no overlap": False}, "both": {"overlap": True, "no overlap": False}}
+    peer_floor_s = sum(read_bytes(model, args.bs, args.prompt + args.new / 2)) / bytes_s
 
-    modes = {"on": [True], "off": [False], "both": [True, False]}[args.overlap]
     rounds: dict[str, list[dict[str, float]]] = {}
     for _ in range(args.repeats):
-        for overlap in modes:
-            rounds.setdefault("overlap" if overlap else "no overlap", []).append(measure(model, args, floor_s, overlap))
+        for mode, overlap in modes[args.overlap].items():
+            rounds.setdefault(mode, []).append(measure(model, args, bytes_s, overlap))
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        if args.peer_command:
-            for name, figures in measure_peer(args, floor_s).items():
+        for peer, command in zip(args.peer, args.peer_command, strict=True):
+            for name, figures in measure_peer(peer, command, args, peer_floor_s).items():
                 rounds.setdefault(name, []).append(figures)
     results = {name: middle(runs) for name, runs in rounds.items()}
 
+    first_mode = next(iter(modes[args.overlap]))
+    first = results[first_mode]
+    weights, kv = read_bytes(model, args.bs, first["mean_kv"])
+    against = {name: ratios(first, figures) for name, figures in results.items() if name not in modes[args.overlap]}
+
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    print(f"{gpu}: {args.model}, {args.bs} rows, prompt {args.prompt}, {args.new} new, mean KV {mean_kv}")
+    print(f"{gpu}: {args.model}, {args.bs} rows, prompt {args.prompt}, {args.new} new, mean KV {first['mean_kv']:,.0f}")
     print(
-        f"floor {floor_s * 1e3:.3f} ms = ({weights / 1e9:.3g} GB weights + {kv / 1e9:.3g} GB KV) / "
+        f"floor {first['floor_ms']:.3f} ms = ({weights / 1e9:.3g} GB weights + {kv / 1e9:.3g} GB KV) / "
         f"{bytes_s / 1e12:.3f} TB/s of a copy\n"
     )
-    print(table(results) + "\n")
-    first = results["overlap" if True in modes else "no overlap"]
+    print(table(results, COLUMNS) + "\n")
+    for name, figures in against.items():
+        print(f"{first_mode} / {name}: " + ", ".join(f"{key} {ratio:.3f}" for key, ratio in figures.items()))
     report = {
         "bench": "decode",
         "gpu": gpu,
@@ -325,12 +405,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "weight_bytes": weights,
         "kv_bytes": kv,
         "copy_tb_s": bytes_s / 1e12,
-        "floor_ms": floor_s * 1e3,
+        "floor_ms": first["floor_ms"],
         "step_ms": first["step_ms"],
         "tok_s": first["tok_s"],
         "idle_share": first["idle_share"],
         "mbu": first["mbu"],
         "results": results,
+        "ours_over": against,
     }
     report = rounded(report)
     print(json.dumps(report, allow_nan=False), flush=True)

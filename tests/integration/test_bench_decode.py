@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipes import bench_decode
+from rollout.observe import Timeline
 
 
 @pytest.mark.parametrize(
@@ -35,17 +36,20 @@ def test_a_tiny_run_adds_up(capsys, tmp_path):
         "import json, sys\n"
         f"open({str(calls)!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
         "print('a line of log')\n"
-        "print(json.dumps({'mode': 'async', 'ms_per_step': 50.0, 'median_step_ms': 40.0}))\n"
+        "figures = {'ms_per_step': 50.0, 'median_step_ms': 40.0, 'decode_ms_per_step': 45.0}\n"
+        "print(json.dumps({'mode': 'async', **figures}))\n"
     )
     trace = tmp_path / "run.trace.json"
     command = f"{shlex.quote(sys.executable)} {shlex.quote(str(peer))} {{model}} {{bs}} {{prompt}} {{new}}"
     flags = f"--model tiny --device cpu --bs 3 --prompt 5 --new 8 --overlap both --repeats 2 --trace {trace}"
-    report = bench_decode.main([*flags.split(), "--peer", "other", "--peer-command", command])
+    whole = f'{shlex.quote(sys.executable)} -c "print(\'{{{{\\"ms_per_step\\": 20}}}}\')"'
+    peers = ["--peer", "other", "--peer-command", command, "--peer", "third", "--peer-command", whole]
+    report = bench_decode.main([*flags.split(), *peers])
 
     printed = capsys.readouterr().out.splitlines()
     assert json.loads(printed[-1]) == report
     assert report["gpu"] == "cpu"
-    assert set(report["results"]) == {"overlap", "no overlap", "other async"}
+    assert set(report["results"]) == {"overlap", "no overlap", "other async", "third"}
     for mode in ("overlap", "no overlap"):
         figures = report["results"][mode]
         assert figures["tokens"] == 3 * 8
@@ -53,7 +57,10 @@ def test_a_tiny_run_adds_up(capsys, tmp_path):
         assert figures["ms_per_step"] * 8 == pytest.approx(figures["total_s"] * 1e3, rel=1e-3)
         assert figures["decode_steps"] == 7  # the prefill step gives each row's first token
         assert figures["row_occupancy"] == 1.0
-        assert figures["preemptions"] == figures["captures_while_timed"] == 0
+        assert figures["prefill_steps"] == 1
+        assert figures["captures_while_timed"] == 0
+        assert figures["counted_steps"] == 5
+        assert figures["mean_kv"] == 9.0  # prompts of 5, and 2 to 6 decoded tokens
         assert 0.0 <= figures["idle_share"] <= 1.0
         assert 0.0 <= figures["idle_share_phase"] <= 1.0
         assert 0.0 < figures["device_ms"] <= figures["step_ms"] * 1.5
@@ -67,11 +74,48 @@ def test_a_tiny_run_adds_up(capsys, tmp_path):
 
     assert calls.read_text().splitlines() == ["tiny 3 5 8"] * 2
     other = report["results"]["other async"]
-    assert (other["step_ms"], other["ms_per_step"], other["tok_s"]) == (40.0, 50.0, 60.0)
+    assert (other["step_ms"], other["mean_step_ms"], other["ms_per_step"], other["tok_s"]) == (40.0, 45.0, 50.0, 60.0)
+    assert other["x_floor"] == pytest.approx(40.0 / report["floor_ms"], rel=1e-3)
+    assert report["results"]["third"] == {"ms_per_step": 20.0, "tok_s": 150.0}
+    ours = report["results"]["overlap"]
+    assert report["ours_over"]["other async"] == pytest.approx(
+        {
+            "step_ms": ours["step_ms"] / 40,
+            "mean_step_ms": ours["mean_step_ms"] / 45,
+            "ms_per_step": ours["ms_per_step"] / 50,
+        },
+        rel=1e-3,
+    )
+    assert report["ours_over"]["third"] == pytest.approx({"ms_per_step": ours["ms_per_step"] / 20}, rel=1e-3)
 
     events = json.loads(trace.read_text())["traceEvents"]
     steps = {e["args"]["step"] for e in events if e["ph"] == "X" and e["name"].startswith("decode")}
     assert len(steps) == 7
+
+
+def test_only_steps_with_all_rows_are_counted():
+    timeline = Timeline(64)
+    # two of four rows decode three tokens, the others join, seven steps with all rows, another prefill, three more
+    names = ["prefill 2", *["decode 2"] * 3, "prefill 2", *["decode 4"] * 7, "prefill 1", *["decode 4"] * 3, "decode 2"]
+    seconds = [5.0, *[1.0] * 3, 5.0, *[2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0], 9.0, *[4.0, 3.0, 7.0], 1.0]
+    at = 0.0
+    for name, length in zip(names, seconds, strict=True):
+        timeline.device("compute", name, 0, at, at + length - 0.5)
+        at += length
+    counted = bench_decode.steady(timeline, 4)
+    assert len(counted.spans_s) == 8  # ten, less one at either end
+    assert counted.periods_s.tolist() == [3.0] * 5 + [4.0]  # the prefill between two steps is in no period
+    # a row has decoded 1.5 tokens when all are there; counted are the 2nd to the 9th step after that
+    assert counted.mean_tokens == 1.5 + 5.5
+
+
+def test_the_hosts_parts_are_means_within_the_window():
+    now = iter([0.0, 9.0, 10.0, 12.0, 12.0, 20.0, 20.0, 24.0, 30.0, 99.0])
+    timeline = Timeline(64, clock=lambda: next(now))
+    for name in ("fill", "fill", "wait", "fill", "fill"):
+        with timeline.host(name):
+            pass
+    assert bench_decode.host_us(timeline, 10.0, 30.0) == {"fill": 3e6}
 
 
 def test_the_run_in_the_middle_is_reported():
@@ -84,7 +128,16 @@ def test_a_peer_that_fails_ends_the_run(capsys):
     flags = "--model tiny --device cpu --bs 1 --prompt 4 --new 4"
     command = f"{shlex.quote(sys.executable)} -c 'raise SystemExit(3)'"
     with pytest.raises(SystemExit, match="the peer ended with 3"):
-        bench_decode.main([*flags.split(), "--peer-command", command])
+        bench_decode.main([*flags.split(), "--peer", "other", "--peer-command", command])
+
+
+@pytest.mark.parametrize(
+    "flags", ["--peer a", "--peer-command a", "--peer a --peer-command b --peer a --peer-command c"]
+)
+def test_each_peer_has_a_name_and_a_command(flags, capsys):
+    with pytest.raises(SystemExit):
+        bench_decode.main(flags.split())
+    assert "a name of its own" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", ["--bs 0", "--new 2", "--repeats 0"])
