@@ -45,7 +45,14 @@ class PagedStep:
 
 
 def attend(
-    query: Tensor, step: PagedStep, layer: int, *, scaling: float, window: int = 0, softcap: float = 0.0
+    query: Tensor,
+    step: PagedStep,
+    layer: int,
+    *,
+    scaling: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    early: bool = False,
 ) -> Tensor:
     """Attention of the step's tokens over their rows, whose keys and values are in the cache.
 
@@ -56,6 +63,7 @@ def attend(
         scaling: of the scores.
         window: how many positions back a token sees, itself included; 0: all.
         softcap: bound on the scores by tanh; 0: none.
+        early: whether the kernel of a decode step is launched before its predecessor has ended.
 
     Returns:
         [tokens, heads, head dim].
@@ -64,7 +72,7 @@ def attend(
     how: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap}
     if step.query_start is None:
         where = (step.block_table, step.token_row, step.position)
-        return kernels.paged_decode(query, k_cache, v_cache, *where, **how, cuts=step.cuts(window))
+        return kernels.paged_decode(query, k_cache, v_cache, *where, **how, cuts=step.cuts(window), early=early)
     assert step.seq_row is not None
     return kernels.paged_prefill(
         query,

@@ -84,6 +84,19 @@ def test_bfloat16_is_within_tolerance(architecture: str) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "the learner isn't cast"
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_row_alone_overlaps_its_kernels(architecture: str) -> None:
+    """A kernel launched before its predecessor has ended must not read what that has yet to write, at any replay."""
+    model = wide(architecture, hidden_size=512, intermediate_size=3072)
+    params = SamplingParams(max_tokens=200, seed=5, ignore_eos=True)
+    with RolloutWorker(model, EngineConfig(**SMALL)) as worker:
+        runs = [worker.generate([PROMPTS[2]], params)[0][0] for _ in range(4)]
+    assert all(run.token_ids == runs[0].token_ids and run.logprobs == runs[0].logprobs for run in runs)
+    difference = (torch.tensor(runs[0].logprobs) - logprobs_of(model, runs[0])).abs()
+    assert difference.max() < MAX_DIFFERENCE
+    assert difference.mean() < MEAN_DIFFERENCE
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graph_is_eager_and_overlap_is_in_turns(dtype: torch.dtype) -> None:
     model = wide("qwen3")

@@ -11,7 +11,7 @@ from torch import Tensor
 from rollout.engine import reference_layers
 
 pytest.importorskip("triton")
-from rollout.engine.kernels import layer_ops, pointwise
+from rollout.engine.kernels import few, layer_ops, pointwise
 
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 on_devices = pytest.mark.parametrize(
@@ -135,6 +135,22 @@ def test_partial_linear_adds_up(device: str, tokens: int, inputs: int) -> None:
     assert parts.is_contiguous()
     expected = x.double() @ weight.double().T
     assert relative(parts.double().sum(0), expected) < (TOLERANCE[dtype] if parts.dtype == dtype else 1e-5)
+
+
+@on_devices
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 2048, 40), (3, 576, 33), (2, 5000, 7)])
+def test_products_of_few_tokens(device: str, tokens: int, inputs: int, outputs: int) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x = random(tokens, inputs, device=device, dtype=dtype)
+    weight = random(2 * outputs, inputs, device=device, dtype=dtype, seed=1) * inputs**-0.5
+    expected = x.double() @ weight.double().T
+    assert relative(few.linear(x, weight), expected) < TOLERANCE[dtype]
+    gate, up = expected.chunk(2, dim=1)
+    assert relative(few.linear(x, weight, gated=True), reference_layers.silu_mul(gate, up)) < TOLERANCE[dtype]
+    parts = few.partial_linear(x, weight)
+    assert parts.dtype == torch.float32
+    assert parts.shape == (-(-inputs // 2048), tokens, 2 * outputs)
+    assert relative(parts.double().sum(0), expected) < 1e-5
 
 
 def test_products_are_split_where_that_pays() -> None:

@@ -48,13 +48,19 @@ def paged_decode(
     window: int = 0,
     softcap: float = 0.0,
     cuts: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
-    """Attention of one query a row over the row's cache, see `reference.paged_decode`; `cuts` are `decode_cuts`'s."""
+    """Attention of one query a row over the row's cache. See `reference.paged_decode`.
+
+    `cuts` are from `decode_cuts`; `early`: launched before its predecessor has ended, see `kernels.few`.
+    """
     how: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap}
     if query.is_cuda:
         from rollout.engine.kernels import decode
 
-        return decode.paged_decode(query, k_cache, v_cache, block_table, token_row, position, **how, cuts=cuts)
+        return decode.paged_decode(
+            query, k_cache, v_cache, block_table, token_row, position, **how, cuts=cuts, early=early
+        )
     return reference.paged_decode(query, k_cache, v_cache, block_table, token_row, position, **how)
 
 

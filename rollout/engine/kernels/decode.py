@@ -195,7 +195,11 @@ def _decode_kernel(
     PADDED_DIM: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     JOIN_CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0) % KV_HEADS  # neighbours share a block table
     share = tl.program_id(0) // KV_HEADS
     cut = cuts + share * 8
@@ -342,12 +346,13 @@ def paged_decode(
     window: int = 0,
     softcap: float = 0.0,
     cuts: Tensor | None = None,
+    early: bool = False,
     tiles: tuning.Tiles | None = None,
 ) -> Tensor:
     """Attention of one query a row over the row's cache. See `reference.paged_decode`.
 
-    `cuts` is what `decode_cuts` made for these positions, window and tiles; None: it is made here. `tiles` stand in for
-    the choice of `tuning`, for measurements.
+    `cuts` is what `decode_cuts` made for these positions, window and tiles; None: it is made here. `early`: launched
+    before its predecessor has ended, see `kernels.few`. `tiles` stand in for the choice of `tuning`, for measurements.
     """
     rows, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
@@ -397,8 +402,10 @@ def paged_decode(
         PADDED_GROUP=padded_group,
         # pieces that are joined at a time: 64 values a thread
         JOIN_CHUNK=max(1, min(16, 2048 * tiles.warps // (padded_group * padded_dim))),
+        EARLY=early,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        launch_pdl=early,
     )
     return out
 

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.engine import reference_layers
+from rollout.engine.kernels import tuning
 
-__all__ = ["add_norm", "partial_linear", "rope_write", "silu_mul"]
+__all__ = ["add_norm", "few_linear", "partial_linear", "rope_write", "silu_mul", "takes_few"]
 
 
 def product_splits(tokens: int, inputs: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
@@ -23,15 +24,20 @@ def product_splits(tokens: int, inputs: int, dtype: torch.dtype) -> tuple[int, t
     return (splits, sums) if usable else (1, dtype)
 
 
-def partial_linear(x: Tensor, weight: Tensor) -> Tensor:
+def partial_linear(x: Tensor, weight: Tensor, *, few: bool = False) -> Tensor:
     """x [tokens, inputs] @ weight [outputs, inputs].T, as partial sums that `add_norm` adds up.
 
     A library's product of few tokens fills the GPU badly where `outputs` is small, and shares its inner dimension by
     way of one more kernel. As a batch of products over parts of it, the next kernel adds the parts up for nothing.
+    `few`: by the product for few tokens.
 
     Returns:
         [splits, tokens, outputs].
     """
+    if few:
+        from rollout.engine.kernels.few import partial_linear as few_partial_linear
+
+        return few_partial_linear(x, weight)
     tokens, inputs = x.shape
     splits, dtype = product_splits(tokens, inputs, x.dtype) if x.is_cuda else (1, x.dtype)
     if splits == 1:
@@ -41,12 +47,28 @@ def partial_linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(parts, weights, out_dtype=dtype)
 
 
-def add_norm(residual: Tensor, partial: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def takes_few(x: Tensor) -> bool:
+    """Whether x [tokens, hidden] has so few tokens that the products of `kernels.few` are the faster ones."""
+    tokens, hidden = x.shape
+    if not x.is_cuda or torch.cuda.get_device_capability(x.device) < (9, 0):  # which programmatic launches begin with
+        return False
+    narrow = x.dtype in (torch.bfloat16, torch.float16)
+    return narrow and tokens <= tuning.FEW_TOKENS and hidden <= tuning.FEW_WIDTH
+
+
+def few_linear(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tensor:
+    """The product of few tokens. See `kernels.few.linear`."""
+    from rollout.engine.kernels import few
+
+    return few.linear(x, weight, gated=gated)
+
+
+def add_norm(residual: Tensor, partial: Tensor | None, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:
     """Adds partial sums to the residual, in place, and normalises it. See `reference_layers.add_norm`."""
     if residual.is_cuda:
         from rollout.engine.kernels import pointwise
 
-        return pointwise.add_norm(residual, partial, weight, eps)
+        return pointwise.add_norm(residual, partial, weight, eps, early=early)
     if partial is None:
         return reference_layers.rms_norm(residual, weight, eps)
     return reference_layers.add_norm(residual, partial, weight, eps)
@@ -74,10 +96,13 @@ def rope_write(
     block_table: Tensor,
     token_row: Tensor,
     position: Tensor,
+    *,
+    early: bool = False,
 ) -> Tensor:
     """Queries ready for attention; keys and values in the cache. See `reference_layers.rope_write`."""
+    where = (k_cache, v_cache, block_table, token_row, position)
     if q.is_cuda:
-        from rollout.engine.kernels.pointwise import rope_write as implementation
-    else:
-        implementation = reference_layers.rope_write
-    return implementation(q, k, v, biases, norms, eps, cos_sin, k_cache, v_cache, block_table, token_row, position)
+        from rollout.engine.kernels import pointwise
+
+        return pointwise.rope_write(q, k, v, biases, norms, eps, cos_sin, *where, early=early)
+    return reference_layers.rope_write(q, k, v, biases, norms, eps, cos_sin, *where)

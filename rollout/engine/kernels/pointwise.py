@@ -26,7 +26,11 @@ def _add_norm_kernel(
     HIDDEN: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     feature = tl.arange(0, BLOCK)
     mask = feature < HIDDEN
@@ -44,8 +48,11 @@ def _add_norm_kernel(
     tl.store(out + token * HIDDEN + feature, (w * normed).to(out.dtype.element_ty), mask=mask)
 
 
-def add_norm(residual: Tensor, partial: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Adds to the residual in place and normalises it. See `reference_layers.add_norm`; None adds nothing."""
+def add_norm(residual: Tensor, partial: Tensor | None, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:
+    """Adds to the residual in place and normalises it. See `reference_layers.add_norm`; None adds nothing.
+
+    `early`: launched before its predecessor has ended, see `kernels.few`.
+    """
     tokens, hidden = residual.shape
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(hidden)
@@ -60,7 +67,9 @@ def add_norm(residual: Tensor, partial: Tensor | None, weight: Tensor, eps: floa
         HIDDEN=hidden,
         SPLITS=0 if partial is None else partial.shape[0],
         BLOCK=block,
+        EARLY=early,
         num_warps=max(1, min(16, block // 256)),
+        launch_pdl=early,
     )
     return out
 
@@ -130,7 +139,11 @@ def _rope_write_kernel(
     ROPE: tl.constexpr,
     HALF: tl.constexpr,
     TILE: tl.constexpr,  # heads a program; divides HEADS and KV_HEADS
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE  # queries, then keys, then values
     dtype = out.dtype.element_ty
@@ -202,8 +215,13 @@ def rope_write(
     block_table: Tensor,
     token_row: Tensor,
     position: Tensor,
+    *,
+    early: bool = False,
 ) -> Tensor:
-    """Queries ready for attention; keys and values in the cache. See `reference_layers.rope_write`."""
+    """Queries ready for attention; keys and values in the cache. See `reference_layers.rope_write`.
+
+    `early`: launched before its predecessor has ended, see `kernels.few`.
+    """
     tokens, width = q.shape
     _, kv_heads, block_size, head_dim = k_cache.shape
     heads = width // head_dim
@@ -247,6 +265,8 @@ def rope_write(
         ROPE=cos_sin is not None,
         HALF=triton.next_power_of_2(head_dim // 2),
         TILE=tile,
+        EARLY=early,
         num_warps=max(1, tile // 4),
+        launch_pdl=early,
     )
     return out

@@ -2,6 +2,7 @@
 
 A layer is nine kernels: one product for q, k and v; biases, q/k-norm, rotary position and KV write; attention; the
 output product; residual and norm; one product for gate and up; SiLU and multiply; the down product; residual and norm.
+With one or two tokens it is eight, which overlap (see `rollout.engine.kernels.few`).
 It reads the module's parameters where they are, so whatever shares or exchanges them goes on working. What isn't a
 dense Llama, Mistral, Qwen2, Qwen3 or SmolLM3 keeps the module's own forward.
 """
@@ -30,11 +31,22 @@ class Joined:
         self.sizes = [w.shape[0] for w in weights]
         self.whole = joined(weights)
 
-    def products(self, x: Tensor) -> list[Tensor]:
-        """[tokens, inputs] to [tokens, outputs] for each weight; columns of one tensor where they are joined."""
+    def products(self, x: Tensor, *, few: bool = False) -> list[Tensor]:
+        """[tokens, inputs] to [tokens, outputs] for each weight; columns of one tensor where they are joined.
+
+        `few`: by the products for few tokens.
+        """
+        linear = layer_ops.few_linear if few else F.linear
         if self.whole is None:
-            return [F.linear(x, weight) for weight in self.weights]
-        return list(F.linear(x, self.whole).split(self.sizes, dim=1))
+            return [linear(x, weight) for weight in self.weights]
+        return list(linear(x, self.whole).split(self.sizes, dim=1))
+
+    def gated(self, x: Tensor, *, few: bool = False) -> Tensor:
+        """silu(x @ gate) * (x @ up), where these are the weights. `few`: by the products for few tokens."""
+        if few and self.whole is not None:
+            return layer_ops.few_linear(x, self.whole, gated=True)
+        gate, up = self.products(x, few=few)
+        return layer_ops.silu_mul(gate, up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +116,12 @@ class FusedDecoder:
         """
         # [tokens, hidden], the residual stream; cast only where the table is tied to a head of another dtype
         x = F.embedding(token_ids, self.embedding).to(self.final_norm.dtype)
+        few = step.query_start is None and layer_ops.takes_few(x)  # then kernels are launched before those before end
         h = layer_ops.add_norm(x, None, self.layers[0].attention_norm, self.eps)
         following = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             k_cache, v_cache = step.layer(index)
-            q, k, v = layer.qkv.products(h)
+            q, k, v = layer.qkv.products(h, few=few)
             q = layer_ops.rope_write(
                 q,
                 k,
@@ -122,13 +135,13 @@ class FusedDecoder:
                 step.block_table,
                 step.token_row,
                 step.position,
+                early=few,
             )
-            attended = attend(q, step, index, scaling=layer.scaling, window=layer.window)
-            y = layer_ops.partial_linear(attended.flatten(1), layer.output)
-            h = layer_ops.add_norm(x, y, layer.mlp_norm, self.eps)
-            gate, up = layer.gate_up.products(h)
-            y = layer_ops.partial_linear(layer_ops.silu_mul(gate, up), layer.down)
-            h = layer_ops.add_norm(x, y, next_norm, self.eps)
+            attended = attend(q, step, index, scaling=layer.scaling, window=layer.window, early=few)
+            y = layer_ops.partial_linear(attended.flatten(1), layer.output, few=few)
+            h = layer_ops.add_norm(x, y, layer.mlp_norm, self.eps, early=few)
+            y = layer_ops.partial_linear(layer.gate_up.gated(h, few=few), layer.down, few=few)
+            h = layer_ops.add_norm(x, y, next_norm, self.eps, early=few)
         return self._logits(h if last is None else h.index_select(0, last))
 
     def _logits(self, h: Tensor) -> Tensor:
