@@ -10,7 +10,7 @@ owner still uses. Counting versions, draining the engine before and dropping cac
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,6 +35,8 @@ class ExchangeReport:
     """Bytes written by those copies."""
     seconds: float
     """Wall-clock time, to the end of the last copy."""
+    copy_seconds: float = 0.0
+    """Of these, the device's for copying what lay whole on it: what the bytes take, without finding them."""
     rebound: int = 0
     """Those of `copied` that were shared until the learner moved to other storage (`module.to`, `assign=True`)."""
 
@@ -90,7 +92,8 @@ class WeightExchange:
         named = distinct(sources(learner))
         check(targets, named)
         shared, copies, rebound = self._sort(targets, named)
-        copied_bytes = self._write(copies, undo)
+        clock = _Clock(next(iter(targets.values())).device)
+        copied_bytes = self._write(copies, undo, clock)
         for name in rebound:
             del self._origins[name]
         _synchronize(targets.values())
@@ -99,6 +102,7 @@ class WeightExchange:
             copied=len(copies),
             copied_bytes=copied_bytes,
             seconds=time.perf_counter() - start_s,
+            copy_seconds=clock.seconds(),
             rebound=len(rebound),
         )
 
@@ -164,7 +168,7 @@ class WeightExchange:
             )
         return len(named) - len(copies), copies, rebound
 
-    def _write(self, copies: list[tuple[Tensor, Source]], undo: Undo) -> int:
+    def _write(self, copies: list[tuple[Tensor, Source]], undo: Undo, clock: _Clock) -> int:
         there: list[tuple[Tensor, Source]] = []
         made: list[tuple[Tensor, Source]] = []
         for target, source in copies:
@@ -177,13 +181,42 @@ class WeightExchange:
         if there:
             self._torn = True
             try:
-                write(there)
+                with clock.running():
+                    write(there)
             except Exception as error:  # all was checked, so the device refuses
                 raise RuntimeError(
                     "copying weights broke off half-way, which leaves a mixture of two versions"
                 ) from error
         self._torn = False
         return sum(target.nbytes for target, _ in copies)
+
+
+class _Clock:
+    """How long the current stream's device is busy with a piece of work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: Callable[[], float] = lambda: 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measures what its body enqueues."""
+        if self._device.type != "cuda":
+            start_s = time.perf_counter()
+            yield
+            taken_s = time.perf_counter() - start_s
+            self._seconds = lambda: taken_s
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self._device)
+        start.record(stream)
+        yield
+        end.record(stream)
+        self._seconds = lambda: float(start.elapsed_time(end)) * 1e-3
+
+    def seconds(self) -> float:
+        """Of the work, which has ended; 0 if there was none."""
+        return self._seconds()
 
 
 def _targets(module: nn.Module) -> dict[str, Tensor]:

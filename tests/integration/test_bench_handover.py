@@ -15,7 +15,7 @@ def test_a_tiny_run_adds_up(capsys, weights):
     assert [line.rsplit(maxsplit=3)[0] for line in printed if line.count(".") == 3][-6:] == list(bench_handover.PARTS)
     assert report["weights"] == weights
     assert report["freed_bytes"] == 0, "PyTorch keeps no reserve on a CPU"
-    assert (report["exchange_x_floor"] is not None) == (weights == "copied")
+    assert (report["copy_x_floor"] is not None) == (weights == "copied")
     assert report["captured_again"] == 0
     assert set(report["median_ms"]) == set(report["free_bytes"]) == set(bench_handover.PARTS)
     parts = report["median_ms"]

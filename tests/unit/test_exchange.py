@@ -96,6 +96,7 @@ class TestCopied:
         assert addresses(skeleton) == where
         parameters = list(learner.parameters())
         assert (report.shared, report.copied) == (0, len(parameters))
+        assert 0.0 < report.copy_seconds < report.seconds
         assert report.copied_bytes == 2 * sum(p.numel() for p in parameters)
 
     def test_one_fused_pass_for_a_pair_of_dtypes(self, monkeypatch):
