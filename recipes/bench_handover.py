@@ -211,9 +211,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     with RolloutWorker(model, config) as worker:
         round_trip(worker, model, args, device)  # compiles kernels, makes library handles
         awake = worker.memory_report()
-        where, captures = addresses(worker), worker.engine.graphs.captures
+        where, captures = addresses(worker), worker.engine.steps.graphs.captures
         rounds = [round_trip(worker, model, args, device) for _ in range(args.phases)]
-        again = worker.engine.graphs.captures - captures
+        again = worker.engine.steps.graphs.captures - captures
         if again or addresses(worker) != where:
             raise RuntimeError(f"{again} graphs were captured again, or an address has moved")
         free_awake = free_bytes(device)

@@ -102,7 +102,7 @@ class PhaseMeter:
             block_steps=steps.block_steps,
             block_capacity=steps.block_capacity,
             dropped_tokens=now.dropped_tokens - before.dropped_tokens,
-            graph_captures_total=self.engine.graphs.captures,
+            graph_captures_total=self.engine.steps.graphs.captures,
             preemptions_total=now.preemptions,
             policy_version=version,
             weight_sync_s=weight_sync_s,

@@ -13,24 +13,22 @@ With `overlap=False` there is one slot, so each step is collected right after it
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from torch import Tensor, nn
 
 from rollout.config import EngineConfig
 from rollout.engine.batch import Batch
 from rollout.engine.counters import EngineCounters
-from rollout.engine.graphs import GraphKey, GraphPool, prefill_sizes, row_buckets, smallest
-from rollout.engine.memory import KVMemory, OwnWeights, device_free_bytes, used_bytes, weight_bytes
+from rollout.engine.memory import KVMemory, OwnWeights, device_free_bytes, weight_bytes
 from rollout.engine.models.hf import capture_obstacle, compute_dtype, model_shape
 from rollout.engine.recorder import NoRecorder, Recorder
 from rollout.engine.runner import ModelRunner
 from rollout.engine.scheduler import Ended, Scheduler
-from rollout.engine.slots import PrefillInputs, Slot
+from rollout.engine.slots import Slot
+from rollout.engine.steps import Steps
 from rollout.engine.streams import Streams, make_streams
 from rollout.types import MemoryReport, Request
 
@@ -101,20 +99,22 @@ class Engine:
                 fused=config.fused_decoder,
             )
         self.streams.synchronize()
-        on_cuda = self.device.type == "cuda"
-        self.use_graphs = self._uses_graphs(on_cuda)
-        self.graphs = GraphPool(self.streams, on_cuda=on_cuda)
-        self.buckets = row_buckets(config.max_rows) if self.use_graphs else []
-        parameters = sum(p.numel() for p in module.parameters())
-        self.prefill_sizes = prefill_sizes(config, parameters, max_blocks) if self.use_graphs else []
+        self.steps = Steps(
+            self.runner,
+            self.slots,
+            self.streams,
+            config=config,
+            device=self.device,
+            use_graphs=self._uses_graphs(),
+            parameters=sum(p.numel() for p in module.parameters()),
+            max_blocks=max_blocks,
+        )
         self.counters = EngineCounters()
         self._in_flight: deque[tuple[Slot, Batch]] = deque()
         self._ended_early: list[Ended] = []
         self._steps = 0
         self._failure: BaseException | None = None
         self.asleep = False
-        self.graphs_bytes = 0
-        """Device memory that captures have taken."""
         self.capture(filtered=False, on_capture=on_capture)
 
     def _model_len(self, config: EngineConfig, positions: int) -> int:
@@ -124,7 +124,8 @@ class Engine:
             raise ValueError(f"max_model_len={config.max_model_len}, but the model has {positions} positions: lower it")
         return config.max_model_len
 
-    def _uses_graphs(self, on_cuda: bool) -> bool:
+    def _uses_graphs(self) -> bool:
+        on_cuda = self.device.type == "cuda"
         obstacle = capture_obstacle(self.module) if on_cuda else None
         if self.config.use_graphs and obstacle:
             raise ValueError(f"{obstacle}: set EngineConfig.use_graphs=False or another dtype")
@@ -163,19 +164,7 @@ class Engine:
     def _fill(self, slot: Slot, batch: Batch) -> Callable[[], None]:
         """Writes `batch` to the slot's host buffers. Returns its device work."""
         with self.recorder.host("fill", batch.step):
-            if batch.prefill is not None:
-                size = smallest(self.prefill_sizes, batch)
-                inputs = slot.fill_prefill(batch, size)
-                if size is None:
-                    return self._prefill_step(slot, inputs, batch.filtered)
-                return partial(self.graphs.replay, GraphKey(slot.index, size.rows, batch.filtered, size))
-            rows = batch.rows.size
-            if not self.use_graphs:
-                slot.fill_decode(batch, rows)
-                return self._decode_step(GraphKey(slot.index, rows, batch.filtered))
-            padded = self.buckets[bisect_left(self.buckets, rows)]
-            slot.fill_decode(batch, padded)
-            return partial(self.graphs.replay, GraphKey(slot.index, padded, batch.filtered))
+            return self.steps.fill(slot, batch)
 
     def _launch(self, slot: Slot, device_work: Callable[[], None]) -> None:
         """Enqueues copy in, device work and copy out. Returns at once; events keep the order."""
@@ -332,57 +321,23 @@ class Engine:
             kv_blocks=self.kv_memory.blocks,
             weights_own_bytes=own_bytes,
             weights_shared_bytes=shared_bytes,
-            graphs_bytes=self.graphs_bytes,
+            graphs_bytes=self.steps.graphs_bytes,
             slots_bytes=sum(slot.bytes for slot in self.slots) + sum(t.nbytes for t in rows),
             free_bytes=device_free_bytes(self.device),
         )
 
     def capture(self, *, filtered: bool, on_capture: Callable[[int, int], None] | None = None) -> None:
-        """Captures the graphs of every slot and size, once; largest first, so that the pool is sized once."""
-        keys = [GraphKey(0, size.rows, filtered, size) for size in reversed(self.prefill_sizes)]
-        keys += [GraphKey(0, rows, filtered) for rows in reversed(self.buckets)]
-        keys = [key._replace(slot=slot.index) for key in keys for slot in self.slots]
-        keys = [key for key in keys if key not in self.graphs]
-        if not keys:
-            return
+        """Captures the graphs of all steps with filters, or without, where that has yet to be done. See `Steps`."""
         assert not self._in_flight, "a capture runs through the slots' buffers"
         assert not self.asleep, "a capture writes to the scratch block"
-        self.streams.synchronize()
-        used_before = used_bytes(self.device)
-        for done, key in enumerate(keys):
-            with self.streams.compute.use():
-                self.graphs.capture(key, self._padded_step(key))
-            if on_capture is not None:
-                on_capture(done + 1, len(keys))
-        self.streams.synchronize()
-        self.graphs_bytes += max(0, used_bytes(self.device) - used_before)
-
-    def _padded_step(self, key: GraphKey) -> Callable[[], None]:
-        """The step of `key`, with nothing but padding in its slot."""
-        slot = self.slots[key.slot]
-        if key.prefill is not None:
-            return self._prefill_step(slot, slot.pad_device_prefill(key.prefill), key.filtered)
-        slot.pad_device_inputs(key.rows)
-        return self._decode_step(key)
-
-    def _prefill_step(self, slot: Slot, inputs: PrefillInputs, filtered: bool) -> Callable[[], None]:
-        started = partial(self.streams.compute.record, slot.compute_start)
-        return partial(self.runner.prefill, inputs, slot.device_out, filtered=filtered, started=started)
-
-    def _decode_step(self, key: GraphKey) -> Callable[[], None]:
-        slot, before = self.slots[key.slot], self.slots[key.slot - 1]
-        inputs = slot.decode_inputs(key.rows)
-        started = partial(self.streams.compute.record, slot.compute_start)
-        return partial(
-            self.runner.decode, inputs, before.out_tokens, slot.device_out, filtered=key.filtered, started=started
-        )
+        self.steps.capture(filtered=filtered, on_capture=on_capture)
 
     def close(self) -> None:
         """Waits for the device and gives memory back."""
         self._in_flight.clear()
         self.streams.synchronize()
-        self.graphs.clear()
-        del self.kv, self.runner, self.slots
+        self.steps.graphs.clear()
+        del self.kv, self.runner, self.slots, self.steps
         self.kv_memory.close()
         self.own_weights.close()
 

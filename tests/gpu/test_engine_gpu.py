@@ -147,20 +147,20 @@ def test_a_prefill_from_a_graph_is_the_eager_one(dtype: torch.dtype, max_prefill
     replayed: list[GraphKey] = []
     with RolloutWorker(model, config) as worker:
         engine = worker.engine
-        replay = engine.graphs.replay
+        replay = engine.steps.graphs.replay
 
         def noted(key: GraphKey) -> None:
             replayed.append(key)
             replay(key)
 
-        engine.graphs.replay = noted  # type: ignore[method-assign]
+        engine.steps.graphs.replay = noted  # type: ignore[method-assign]
         padded = worker.generate(PROMPTS, SAMPLED)
         steps = worker.metrics.prefill_steps
         assert sum(key.prefill is not None for key in replayed) == steps
         assert steps == (1 if max_prefill_tokens == 8192 else 2)
         engine.scheduler.blocks.forget_prefixes()
         replayed.clear()
-        engine.prefill_sizes = []
+        engine.steps.prefill_sizes = []
         eager = worker.generate(PROMPTS, SAMPLED)
         assert all(key.prefill is None for key in replayed)
     if dtype == torch.float32:
@@ -183,8 +183,8 @@ def test_three_phases_capture_once_and_move_nothing() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     with RolloutWorker(model, EngineConfig(**SMALL)) as worker:
         engine = worker.engine
-        captures = engine.graphs.captures
-        assert captures == 2 * (len(engine.buckets) + len(engine.prefill_sizes))
+        captures = engine.steps.graphs.captures
+        assert captures == 2 * (len(engine.steps.buckets) + len(engine.steps.prefill_sizes))
         tensors = [engine.kv, engine.runner.block_table, *engine.module.parameters()]
         tensors += [t for s in engine.slots for t in (s.host_in, s.device_in, s.host_out, s.device_out)]
         pointers = [t.data_ptr() for t in tensors]
@@ -199,7 +199,7 @@ def test_three_phases_capture_once_and_move_nothing() -> None:
             optimizer.step()
             optimizer.zero_grad()
             assert worker.exchange(model).copied > 0
-        assert engine.graphs.captures == captures
+        assert engine.steps.graphs.captures == captures
         assert [t.data_ptr() for t in tensors] == pointers
 
 
@@ -224,9 +224,13 @@ def test_filters_in_a_graph() -> None:
     with RolloutWorker(model, EngineConfig(dtype=torch.float32, **SMALL)) as worker:
         graphs = worker.generate(PROMPTS, params)
         engine = worker.engine
-        captures = engine.graphs.captures
+        captures = engine.steps.graphs.captures
         worker.generate(PROMPTS, params)
-        assert engine.graphs.captures == captures == 4 * (len(engine.buckets) + len(engine.prefill_sizes))
+        assert (
+            engine.steps.graphs.captures
+            == captures
+            == 4 * (len(engine.steps.buckets) + len(engine.steps.prefill_sizes))
+        )
     with RolloutWorker(model, EngineConfig(dtype=torch.float32, use_graphs=False, **SMALL)) as worker:
         assert tokens(worker.generate(PROMPTS, params)) == tokens(graphs)
 

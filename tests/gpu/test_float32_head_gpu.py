@@ -25,10 +25,10 @@ def test_logprobs_are_those_of_the_learners_forward(name: str, kind: type) -> No
         assert type(worker.engine.runner.forward) is kind and worker.engine.dtype == torch.bfloat16
         assert worker.engine.module.lm_head.weight.data_ptr() == learner.lm_head.weight.data_ptr()  # type: ignore[union-attr]
         completions = [group[0] for group in worker.generate(PROMPTS, SamplingParams(max_tokens=32, ignore_eos=True))]
-        captures = worker.engine.graphs.captures
+        captures = worker.engine.steps.graphs.captures
         assert captures > 0
         worker.exchange(learner)
-        assert worker.engine.graphs.captures == captures
+        assert worker.engine.steps.graphs.captures == captures
     for completion in completions:
         ids = torch.tensor([completion.prompt_ids + completion.token_ids], device="cuda")
         with torch.no_grad():

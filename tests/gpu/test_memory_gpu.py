@@ -95,7 +95,7 @@ def test_the_memory_comes_back(worker: RolloutWorker) -> None:
 def test_addresses_and_graphs_survive_twenty_phases(worker: RolloutWorker) -> None:
     expected = tokens(worker.generate(PROMPTS, GREEDY))
     engine = worker.engine
-    before = engine.graphs.captures, addresses(worker), id(engine.kv)
+    before = engine.steps.graphs.captures, addresses(worker), id(engine.kv)
     least = engine.kv_memory.least_blocks * engine.kv_memory.block_bytes
     seen = set()
     for phase in range(20):
@@ -107,7 +107,7 @@ def test_addresses_and_graphs_survive_twenty_phases(worker: RolloutWorker) -> No
         poison(worker)
         assert tokens(worker.generate(PROMPTS, GREEDY)) == expected
         del hog
-    assert (engine.graphs.captures, addresses(worker), id(engine.kv)) == before
+    assert (engine.steps.graphs.captures, addresses(worker), id(engine.kv)) == before
     assert len(seen) > 10, "block counts differ from phase to phase"
     assert worker.switches.wakes == 20
 
@@ -120,13 +120,13 @@ def test_requests_in_flight_survive_with_fewer_blocks(worker: RolloutWorker) -> 
     assert next(stream)[0] == 0
     for _ in range(10):
         worker._deliver(worker.engine.step())
-    before = worker.sleep(), worker.engine.graphs.captures
+    before = worker.sleep(), worker.engine.steps.graphs.captures
     least = worker.engine.kv_memory.least_blocks * worker.engine.kv_memory.block_bytes
     hog = all_but(int(least * 1.3) + (256 << 20))
     assert worker.wake().kv_blocks < KV_BYTES // worker.engine.kv_memory.block_bytes
     poison(worker)
     assert {(g - 1, s): c.token_ids for g, s, c in stream} == expected
-    assert worker.engine.graphs.captures == before[1]
+    assert worker.engine.steps.graphs.captures == before[1]
     del hog
 
 

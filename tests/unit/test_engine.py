@@ -120,14 +120,14 @@ def test_a_step_starts_inside_of_its_graph(fakes: FakeStreams, monkeypatch: pyte
 
     monkeypatch.setattr(kernels, "start_decode", logged_start)
     engine.runner.forward = logged_forward
-    replay = engine.graphs.replay
+    replay = engine.steps.graphs.replay
 
     def logged_replay(key: GraphKey) -> None:
         fakes.log.append(f"graph of slot {key.slot} begins")
         replay(key)
         fakes.log.append("graph ends")
 
-    monkeypatch.setattr(engine.graphs, "replay", logged_replay)
+    monkeypatch.setattr(engine.steps.graphs, "replay", logged_replay)
     name_events(engine)
     engine.add([request(5)])
     engine.step()
@@ -180,29 +180,29 @@ def addresses(engine: Engine) -> list[int]:
 
 def test_three_phases_capture_once_and_move_nothing() -> None:
     engine = make(use_graphs=True)
-    before = addresses(engine), engine.streams, list(engine.slots), engine.graphs.keys
+    before = addresses(engine), engine.streams, list(engine.slots), engine.steps.graphs.keys
     captures = (len(row_buckets(4)) + len(PREFILL_TOKENS)) * 2
-    assert engine.graphs.captures == captures
+    assert engine.steps.graphs.captures == captures
     for version in range(1, 4):
         engine.add([request(n, max_tokens=6, group=n) for n in (3, 9, 5)])
         assert len(finish(engine)) == 3
         engine.publish_weights(version)
-        assert engine.graphs.captures == captures
-    assert (addresses(engine), engine.streams, list(engine.slots), engine.graphs.keys) == before
+        assert engine.steps.graphs.captures == captures
+    assert (addresses(engine), engine.streams, list(engine.slots), engine.steps.graphs.keys) == before
 
 
 def test_filtered_steps_are_captured_once_when_first_asked_for() -> None:
     engine = make(use_graphs=True)
-    first = engine.graphs.captures
+    first = engine.steps.graphs.captures
     engine.add([request(5, max_tokens=9)])
     engine.step()
     engine.step()
     engine.add([request(7, top_k=3, group=1)])  # while a step is in flight
-    assert engine.graphs.captures == 2 * first
+    assert engine.steps.graphs.captures == 2 * first
     assert sorted(e.request.group for e in finish(engine)) == [0, 1]
     engine.add([request(7, top_p=0.5, group=2)])
     finish(engine)
-    assert engine.graphs.captures == 2 * first
+    assert engine.steps.graphs.captures == 2 * first
 
 
 def test_graph_keys_and_sizes() -> None:
@@ -215,8 +215,8 @@ def test_graph_keys_and_sizes() -> None:
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
     keys = {GraphKey(slot, rows, False) for slot in (0, 1) for rows in (1, 2, 4)}
     keys |= {GraphKey(slot, 4, False, PrefillSize(tokens, 4, 8)) for slot in (0, 1) for tokens in PREFILL_TOKENS}
-    assert set(make(use_graphs=True).graphs.keys) == keys
-    assert make(use_graphs=False).graphs.keys == []
+    assert set(make(use_graphs=True).steps.graphs.keys) == keys
+    assert make(use_graphs=False).steps.graphs.keys == []
 
 
 def test_one_graph_serves_every_length() -> None:
@@ -228,7 +228,7 @@ def test_one_graph_serves_every_length() -> None:
     eager.add([request(5, max_tokens=50, ignore_eos=True, temperature=0.0)])
     (expected,) = finish(eager)
     assert long.completion.token_ids == expected.completion.token_ids
-    assert len({key.rows for key in engine.graphs.keys}) == 1
+    assert len({key.rows for key in engine.steps.graphs.keys}) == 1
 
 
 def test_a_broken_loop_breaks_for_every_caller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_tokens_after_a_sleep_are_those_without(model: Any, worker: RolloutWorke
 def test_twenty_phases_capture_nothing_and_move_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with RolloutWorker(model, EngineConfig(**SIZES, use_graphs=True)) as worker:
         engine = worker.engine
-        before = engine.graphs.captures, addresses(worker), id(engine.kv), id(engine.streams)
+        before = engine.steps.graphs.captures, addresses(worker), id(engine.kv), id(engine.streams)
         assert before[0] > 0
         seen = set()
         for phase in range(20):
@@ -111,7 +111,7 @@ def test_twenty_phases_capture_nothing_and_move_nothing(model: Any, monkeypatch:
             assert all(c.versions == (VersionRun(phase + 1, 20),) for (c,) in got)
             seen.add(str(tokens(got)))
             engine.scheduler.check_conservation()
-        assert (engine.graphs.captures, addresses(worker), id(engine.kv), id(engine.streams)) == before
+        assert (engine.steps.graphs.captures, addresses(worker), id(engine.kv), id(engine.streams)) == before
         assert len(seen) > 10, "the weights have moved"
         monkeypatch.undo()
         with RolloutWorker(model, CONFIG) as fresh:

@@ -164,13 +164,13 @@ def run(model: Any, params: SamplingParams, **config: Any) -> tuple[list[list[Co
     with RolloutWorker(model, EngineConfig(**{**sizes, **config})) as worker:
         engine = worker.engine
         engine.kv.fill_(float("nan"))  # what nobody has written must not be read
-        replay = engine.graphs.replay
+        replay = engine.steps.graphs.replay
 
         def noted(key: GraphKey) -> None:
             replayed.append(key)
             replay(key)
 
-        engine.graphs.replay = noted  # type: ignore[method-assign]
+        engine.steps.graphs.replay = noted  # type: ignore[method-assign]
         groups = worker.generate(PROMPTS, params)
         engine.scheduler.check_conservation()
         steps = worker.metrics.prefill_steps

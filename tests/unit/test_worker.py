@@ -183,7 +183,7 @@ def test_a_closed_worker_says_so(model: Any) -> None:
 def test_three_phases_with_an_exchange_between(model: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     with RolloutWorker(model, EngineConfig(block_size=8, max_rows=4, max_model_len=64, use_graphs=True)) as worker:
-        captures, engine = worker.engine.graphs.captures, worker.engine
+        captures, engine = worker.engine.steps.graphs.captures, worker.engine
         pointers = [p.data_ptr() for p in engine.module.parameters()]
         seen = []
         for phase in range(3):
@@ -202,7 +202,7 @@ def test_three_phases_with_an_exchange_between(model: Any) -> None:
             assert report.copied == 0, "one storage serves both"
             assert before["training"] == fingerprint(model)["training"]
         assert worker.engine is engine
-        assert engine.graphs.captures == captures
+        assert engine.steps.graphs.captures == captures
         assert [p.data_ptr() for p in engine.module.parameters()] == pointers
         assert seen[0] != seen[1] != seen[2], "the weights have moved"
         assert worker.totals.phases == 3
