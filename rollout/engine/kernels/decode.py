@@ -327,7 +327,7 @@ def decode_cuts(
         max(1, (least_tokens or tuning.LEAST_SHARE_TOKENS) // tiles.block_n),
         WINDOW=window,
         BLOCK_N=tiles.block_n,
-        PADDED_ROWS=triton.next_power_of_2(rows),
+        PADDED_ROWS=max(128, triton.next_power_of_2(rows)),  # few kernels to compile
         BLOCK=_CUTS_BLOCK,
         num_warps=4,
     )
