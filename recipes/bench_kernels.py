@@ -112,7 +112,8 @@ def decode_us(
     **choices: Any,
 ) -> float | None:
     """Microseconds of decode attention, None if the pool cannot hold the shape; `choices` are `decode_cuts`'s."""
-    from rollout.engine.kernels.decode import decode_cuts, paged_decode  # Triton, which the command line does without
+    from rollout.engine.kernels.decode import paged_decode  # Triton, which the command line does without
+    from rollout.engine.kernels.shares import decode_cuts
 
     if rows * length * TOKEN_BYTES > pool.numel() * pool.element_size():
         return None

@@ -55,8 +55,8 @@ def make_requests(prompts: Prompts, params: Params, call: int) -> list[Request]:
 def random_key(seed: int, prompt_ids: tuple[int, ...], occurrence: int) -> tuple[int, int]:
     """Two int32 that key a completion's random numbers.
 
-    They depend on what is asked alone: the seed, the prompt, and which of the call's samples of this prompt it is. So a
-    completion is the same whoever shares its batch.
+    They depend on what is asked alone: the seed, the prompt, and which of the call's samples of this prompt it is, and
+    not on who shares its batch.
     """
     text = struct.pack("<Qq", seed & (2**64 - 1), occurrence) + np.asarray(prompt_ids, np.int64).tobytes()
     return struct.unpack("<ii", hashlib.blake2b(text, digest_size=8).digest())

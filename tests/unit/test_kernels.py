@@ -16,7 +16,7 @@ from rollout.engine.kernels.tuning import Tiles
 from tests import paged
 
 pytest.importorskip("triton")
-from rollout.engine.kernels import decode, kv_write, prefill, sampling, step_start
+from rollout.engine.kernels import decode, kv_write, prefill, sampling, shares, step_start
 
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, where unsigned integers wrap
@@ -36,7 +36,7 @@ def _dot_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
 
 
 def _cuts(case: paged.Paged, window: int = 0, **choices: object) -> Tensor:
-    return decode.decode_cuts(case.rows, case.last, case.k_cache, window=window, **choices)
+    return shares.decode_cuts(case.rows, case.last, case.k_cache, window=window, **choices)
 
 
 def _check_decode(

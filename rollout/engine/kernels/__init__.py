@@ -78,9 +78,9 @@ def decode_cuts(token_row: Tensor, position: Tensor, k_cache: Tensor, window: in
     """
     if not position.is_cuda or position.numel() == 0:
         return None
-    from rollout.engine.kernels import decode
+    from rollout.engine.kernels import shares
 
-    return decode.decode_cuts(token_row, position, k_cache, window=window)
+    return shares.decode_cuts(token_row, position, k_cache, window=window)
 
 
 def paged_prefill(
