@@ -41,6 +41,19 @@ def test_fused_gives_the_modules_tokens(architecture: str) -> None:
     assert tokens(model) == tokens(model, fused_decoder=False)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_fused_is_greedy_as_the_module_is_at_length(architecture: str) -> None:
+    model = tiny(architecture, max_position_embeddings=512)
+    greedy = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+    completions = []
+    for fused in (True, False):
+        with RolloutWorker(model, EngineConfig(block_size=8, max_rows=4, fused_decoder=fused)) as worker:
+            completions.append(worker.generate(PROMPTS, greedy))
+    for (ours,), (theirs,) in zip(*completions, strict=True):
+        assert len(ours.token_ids) == 300
+        assert ours.token_ids == theirs.token_ids
+
+
 def test_another_computation_under_a_known_name_is_run_by_its_module() -> None:
     model = tiny("llama")
     with torch.no_grad():
