@@ -7,9 +7,7 @@ allow. It doesn't know who trains: trainers' glue is in `rollout.integrations`.
 from __future__ import annotations
 
 import copy
-import inspect
 import time
-from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
@@ -29,6 +27,7 @@ from rollout.engine.models.join import join_projections
 from rollout.engine.models.learner import sources, unwrap
 from rollout.engine.recorder import Recorder
 from rollout.engine.scheduler import Ended
+from rollout.mail import CallStream, Mail
 from rollout.observe.breakdown import EXCHANGE, GENERATE, SLEEP, WAKE, Breakdown, WallClock
 from rollout.observe.metrics import PhaseMetrics, RunTotals
 from rollout.observe.switches import SwitchTimes
@@ -79,8 +78,7 @@ class RolloutWorker:
         self._version = 0
         self._paused: KV | None = None
         self._calls = 0
-        self._outstanding: Counter[int] = Counter()  # requests of each call that haven't ended
-        self._mail: defaultdict[int, deque[Ended]] = defaultdict(deque)
+        self._mail = Mail()
         self._weight_sync_s = 0.0
         self.metrics = PhaseMetrics()
         """Of the last `generate` or `stream` that ended."""
@@ -150,9 +148,11 @@ class RolloutWorker:
         """
         engine = self._ready()
         self._calls += 1
-        requests = make_requests(prompts, params, self._calls)
+        call = self._calls
+        requests = make_requests(prompts, params, call)
         engine.check(requests)
-        return _Stream(self, self._calls, self._stream(self._calls, requests, engine.scheduler.blocks.capacity))
+        completions = self._stream(call, requests, engine.scheduler.blocks.capacity)
+        return CallStream(completions, ready=self._ready, waits=lambda: self._mail.waits(call))
 
     def _ready(self) -> Engine:
         """The engine, where it can generate."""
@@ -175,21 +175,21 @@ class RolloutWorker:
             engine.check(requests)  # the cache has shrunk since they were let pass
         phase = PhaseMeter(engine, self._cost)
         progress = CallProgress(engine, phase, len(requests)) if self._progress else None
-        self._outstanding[call] = len(requests)
+        self._mail.open(call, len(requests))
         self._wall.enter(GENERATE)
         try:
             engine.add(requests)
-            while self._outstanding[call] or self._mail[call]:
-                while self._mail[call]:
-                    ended = self._mail[call].popleft()
+            while True:
+                while (ended := self._mail.take(call)) is not None:
                     if ended.non_finite:
                         raise self._non_finite(call, ended)
                     phase.ended(ended.completion)
                     yield ended.request.group, ended.request.sample, ended.completion
-                if self._outstanding[call]:
-                    self._deliver(self._open().step())
-                    if progress is not None:
-                        progress.stepped()
+                if not self._mail.outstanding(call):
+                    break
+                self._mail.deliver(self._open().step())
+                if progress is not None:
+                    progress.stepped()
         finally:
             self._leave(call)
             if progress is not None:
@@ -198,16 +198,11 @@ class RolloutWorker:
             if self._engine is not None:
                 self._end_phase(phase, self._engine)
 
-    def _deliver(self, ended: list[Ended]) -> None:
-        for one in ended:
-            self._outstanding[one.request.call] -= 1
-            self._mail[one.request.call].append(one)
-
     def _non_finite(self, call: int, ended: Ended) -> NonFiniteLogitsError:
         request = ended.request
         if self._engine is not None:
-            self._deliver(self._engine.abort(call))
-        there = [ended, *self._mail[call]]
+            self._mail.deliver(self._engine.abort(call))
+        there = [ended, *self._mail.untaken(call)]
         return NonFiniteLogitsError(
             f"the model gave NaN or infinite logits for prompt {request.group}, sample {request.sample}, after "
             f"{len(ended.completion.token_ids)} tokens: look for diverged weights (learning rate, gradient clipping) "
@@ -218,11 +213,10 @@ class RolloutWorker:
 
     def _leave(self, call: int) -> None:
         """Takes a call's traces away, and its requests where it was left early."""
-        if self._outstanding[call] and self._engine is not None:
+        if self._mail.outstanding(call) and self._engine is not None:
             self._engine.abort(call)
-        del self._outstanding[call]
-        self._mail.pop(call, None)
-        if self._engine is not None and not self._outstanding and not self._engine.failed:
+        self._mail.close(call)
+        if self._engine is not None and not self._mail.any_open and not self._engine.failed:
             self._engine.drain()  # a step launched before its rows had ended
 
     def _end_phase(self, phase: PhaseMeter, engine: Engine) -> None:
@@ -273,7 +267,7 @@ class RolloutWorker:
             kv = _checked(kv or self._paused or "recompute")
             engine = self._open()
             start_s = time.perf_counter()
-            self._deliver(engine.drain())
+            self._mail.deliver(engine.drain())
             with self._wall.part(EXCHANGE), engine.own_weights.filling():
                 report = self._exchange.exchange(learner, _undo(engine, kv))
         self._publish(engine, kv)
@@ -308,7 +302,7 @@ class RolloutWorker:
         kv = _checked(kv)
         if self._paused is not None:
             raise RuntimeError("the worker is paused already")
-        self._deliver(engine.drain())
+        self._mail.deliver(engine.drain())
         self._paused, version = kv, self._version
         try:
             yield
@@ -347,9 +341,9 @@ class RolloutWorker:
         engine = self._open()
         if not engine.asleep:
             start_s = time.perf_counter()
-            self._deliver(engine.drain())
+            self._mail.deliver(engine.drain())
             with self._wall.part(SLEEP):
-                self._deliver(engine.sleep())
+                self._mail.deliver(engine.sleep())
             self.switches.slept(time.perf_counter() - start_s)
         return engine.memory_report()
 
@@ -412,36 +406,6 @@ class RolloutWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Stream:
-    """A call's completions. Asked for one while the worker can't work, it raises, and unlike a generator lives on."""
-
-    def __init__(
-        self, worker: RolloutWorker, call: int, completions: Generator[tuple[int, int, Completion], None, None]
-    ) -> None:
-        self._worker = worker
-        self._call = call
-        self._completions = completions
-
-    def __iter__(self) -> _Stream:
-        return self
-
-    def __next__(self) -> tuple[int, int, Completion]:
-        if self._needs_engine():
-            self._worker._ready()
-        return next(self._completions)
-
-    def _needs_engine(self) -> bool:
-        state = inspect.getgeneratorstate(self._completions)
-        if state in (inspect.GEN_CREATED, inspect.GEN_CLOSED):
-            return state == inspect.GEN_CREATED
-        worker = self._worker
-        return worker._outstanding[self._call] > 0 and not worker._mail.get(self._call)
-
-    def close(self) -> None:
-        """Ends the call's requests."""
-        self._completions.close()
 
 
 def _undo(engine: Engine, kv: KV) -> Undo:

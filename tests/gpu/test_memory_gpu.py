@@ -119,7 +119,7 @@ def test_requests_in_flight_survive_with_fewer_blocks(worker: RolloutWorker) -> 
     stream = worker.stream([PROMPTS[0], *PROMPTS], [SamplingParams(max_tokens=3), *[GREEDY] * len(PROMPTS)])
     assert next(stream)[0] == 0
     for _ in range(10):
-        worker._deliver(worker.engine.step())
+        worker._mail.deliver(worker.engine.step())
     before = worker.sleep(), worker.engine.steps.graphs.captures
     least = worker.engine.kv_memory.least_blocks * worker.engine.kv_memory.block_bytes
     hog = all_but(int(least * 1.3) + (256 << 20))

@@ -51,7 +51,7 @@ def by_place(items: Any) -> dict[tuple[int, int], list[int]]:
 
 def worker_mail(worker: RolloutWorker, stream: Any) -> list[Any]:
     """What has ended already, and can be had from the only stream whatever the engine does."""
-    return [next(stream) for _ in range(sum(len(mail) for mail in worker._mail.values()))]
+    return [next(stream) for _ in range(sum(len(ended) for ended in worker._mail._ended.values()))]
 
 
 def places(groups: Any) -> dict[tuple[int, int], list[int]]:
@@ -129,7 +129,7 @@ def test_requests_in_flight_go_on_after_a_wake(
     stream = worker.stream(prompts, params)
     got = by_place([next(stream)])
     for _ in range(steps):
-        worker._deliver(worker.engine.step())
+        worker._mail.deliver(worker.engine.step())
     worker.sleep()
     waiting = list(worker.engine.scheduler.waiting)
     assert len(waiting) == 4 and waiting[0].token_ids.size > steps
@@ -469,7 +469,7 @@ def test_keep_without_an_exchange(model: Any, worker: RolloutWorker) -> None:
     stream = worker.stream(PROMPTS[:1], GREEDY)
     other = worker.stream(PROMPTS[1:2], SamplingParams(max_tokens=2, ignore_eos=True))
     next(other)
-    worker._deliver(worker.engine.step())
+    worker._mail.deliver(worker.engine.step())
     with pytest.raises(ValueError, match="drop"), worker.paused(kv="drop"):  # type: ignore[arg-type]
         pytest.fail("entered")
     with worker.paused(kv="keep"):
@@ -533,7 +533,7 @@ def test_the_cache_is_lent_if_it_is_long_enough_and_computed_again(worker: Rollo
     engine = worker.engine
     stream = worker.stream(PROMPTS[:2], [GREEDY, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)])
     next(stream)
-    worker._deliver(engine.drain())
+    worker._mail.deliver(engine.drain())
     size, running = engine.kv_memory.mapped_bytes, engine.scheduler.rows.num_live
     assert engine.lend_kv(size + 1) is None and engine.scheduler.rows.num_live == running == 1
     lent = engine.lend_kv(size)

@@ -20,7 +20,8 @@ ALLOWED = {
     "engine": {"types", "config"},
     "weights": {"types", "config", "engine"},
     "calls": {"types", "observe", "engine"},
-    "worker": {"types", "config", "observe", "engine", "weights", "calls"},
+    "mail": {"types", "engine"},
+    "worker": {"types", "config", "observe", "engine", "weights", "calls", "mail"},
     "integrations": {"types", "config", "observe", "worker"},
     "__init__": {"types", "config", "observe", "worker"},
 }
