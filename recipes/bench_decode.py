@@ -55,6 +55,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from rollout import Completion, EngineConfig, RolloutWorker, SamplingParams
+from rollout.calls import device_name
 from rollout.observe import Timeline
 
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -326,13 +327,22 @@ def commit() -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
+def command_line(docstring: str) -> argparse.ArgumentParser:
+    """A parser whose help is a recipe's docstring."""
+    head, _, rest = docstring.partition("\n")
+    return argparse.ArgumentParser(description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def print_report(report: dict[str, Any]) -> dict[str, Any]:
+    """Prints the last line of a recipe's output, and returns what it holds."""
+    report = rounded(report)
+    print(json.dumps(report, allow_nan=False), flush=True)
+    return report
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        epilog=__doc__.partition("\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     cuda = torch.cuda.is_available()
     parser.add_argument("--model", choices=SHAPES, default="1.7b" if cuda else "tiny")
     parser.add_argument("--bs", type=int, default=32 if cuda else 4, help="rows")
@@ -381,7 +391,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     weights, kv = read_bytes(model, args.bs, first["mean_kv"])
     against = {name: ratios(first, figures) for name, figures in results.items() if name not in modes[args.overlap]}
 
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    gpu = device_name(device)
     print(f"{gpu}: {args.model}, {args.bs} rows, prompt {args.prompt}, {args.new} new, mean KV {first['mean_kv']:,.0f}")
     print(
         f"floor {first['floor_ms']:.3f} ms = ({weights / 1e9:.3g} GB weights + {kv / 1e9:.3g} GB KV) / "
@@ -413,9 +423,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "results": results,
         "ours_over": against,
     }
-    report = rounded(report)
-    print(json.dumps(report, allow_nan=False), flush=True)
-    return report
+    return print_report(report)
 
 
 if __name__ == "__main__":

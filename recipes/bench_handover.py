@@ -30,7 +30,6 @@ anything was captured again, an address has moved, or, over 50 phases and more, 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -43,8 +42,9 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.bench_decode import SHAPES, commit, copy_bandwidth, random_model, rounded
+from recipes.bench_decode import SHAPES, command_line, commit, copy_bandwidth, print_report, random_model
 from rollout import EngineConfig, RolloutWorker, SamplingParams
+from rollout.calls import device_name
 
 PARTS = ("generate", "sleep", "learner", "exchange", "wake", "first token")
 GIB = 1 << 30
@@ -158,11 +158,7 @@ def table(rounds: list[dict[str, Part]]) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        epilog=__doc__.partition("\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     cuda = torch.cuda.is_available()
     parser.add_argument("--model", choices=SHAPES, default="1.7b" if cuda else "tiny")
     weights = parser.add_mutually_exclusive_group()
@@ -228,7 +224,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         raise RuntimeError(f"{growth} bytes of memory less are free asleep after {args.phases} phases than at first")
     freed = int(statistics.median(one["exchange"].freed_bytes + one["wake"].freed_bytes for one in rounds))
 
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    gpu = device_name(device)
     medians = {name: statistics.median(one[name].seconds for one in rounds) for name in PARTS}
     switch = statistics.median(sum(one[name].seconds for name in ("sleep", "exchange", "wake")) for one in rounds)
     moved = sum(p.nbytes for p in model.parameters()) + reports[0].copied_bytes if reports[0].copied else 0
@@ -273,9 +269,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "median_ms": {name: seconds * 1e3 for name, seconds in medians.items()},
         "free_bytes": {name: int(statistics.median(one[name].free_bytes for one in rounds)) for name in PARTS},
     }
-    result = rounded(result)
-    print(json.dumps(result, allow_nan=False), flush=True)
-    return result
+    return print_report(result)
 
 
 if __name__ == "__main__":

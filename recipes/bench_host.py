@@ -18,7 +18,6 @@ Prints a line for each number of rows, microseconds a step, then one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -30,8 +29,9 @@ from transformers import PreTrainedModel
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.bench_decode import commit, engine_config, host_us, random_model, rounded, steady
+from recipes.bench_decode import command_line, commit, engine_config, host_us, print_report, random_model, steady
 from rollout import RolloutWorker, SamplingParams
+from rollout.calls import device_name
 from rollout.observe import Timeline
 
 PARTS = ("schedule", "fill", "launch", "update")
@@ -64,11 +64,7 @@ def measure(model: PreTrainedModel, rows: int, new: int) -> dict[str, float]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        epilog=__doc__.partition("\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--new", type=int, default=256, help="tokens in a completion")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -82,7 +78,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and the JSON line, and return what the line holds."""
     args = parse(argv)
     device = torch.device(args.device)
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    gpu = device_name(device)
     model = random_model("tiny", device)
     results = {str(rows): measure(model, rows, args.new) for rows in args.rows}
     print(f"{gpu}: microseconds a step")
@@ -90,9 +86,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(" ".join([f"{'rows':>6}", *(f"{name:>10}" for name in columns)]))
     for rows, figures in results.items():
         print(" ".join([f"{rows:>6}", *(f"{figures[name]:>10.0f}" for name in columns)]))
-    report: dict[str, Any] = rounded({"bench": "host", "gpu": gpu, "commit": commit(), "new": args.new, "us": results})
-    print(json.dumps(report, allow_nan=False), flush=True)
-    return report
+    return print_report({"bench": "host", "gpu": gpu, "commit": commit(), "new": args.new, "us": results})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ share of rows that decoded, mean over decode steps. Prints the median phase of e
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -30,8 +29,9 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.bench_decode import SHAPES, commit, engine_config, middle, random_model, rounded, table
+from recipes.bench_decode import SHAPES, command_line, commit, engine_config, middle, print_report, random_model, table
 from rollout import RolloutWorker, SamplingParams
+from rollout.calls import device_name
 
 COLUMNS = {  # key: (head, format)
     "tok_s": ("tok/s", ",.0f"),
@@ -72,11 +72,7 @@ def measure(worker: RolloutWorker, args: argparse.Namespace, wanted: list[int], 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        epilog=__doc__.partition("\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="1.7b" if cuda else "tiny")
     parser.add_argument("--bs", type=int, default=256 if cuda else 64, help="rows")
     parser.add_argument("--prompt", type=int, default=256 if cuda else 16, help="tokens in a prompt")
@@ -106,13 +102,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 rounds.setdefault(policy, []).append(measure(worker, args, wanted, seed=1 + turn))
     results = {policy: middle(runs, "seconds") for policy, runs in rounds.items()}
 
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    gpu = device_name(device)
     mean = sum(wanted) / len(wanted)
     print(
         f"{gpu}: {args.model}, {args.bs} rows, {len(wanted)} requests, prompt {args.prompt}, mean length {mean:,.0f}, "
         f"longest {max(wanted):,}\n\n{table(results, COLUMNS)}\n"
     )
-    report: dict[str, Any] = rounded(
+    return print_report(
         {
             "bench": "ragged",
             "gpu": gpu,
@@ -130,8 +126,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "results": results,
         }
     )
-    print(json.dumps(report, allow_nan=False), flush=True)
-    return report
 
 
 if __name__ == "__main__":

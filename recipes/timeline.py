@@ -43,8 +43,18 @@ from transformers import PreTrainedModel
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.bench_decode import SHAPES, commit, copy_bandwidth, kv_bytes_per_token, random_model, rounded, weight_bytes
-from rollout import EngineConfig, RolloutWorker, SamplingParams
+from recipes.bench_decode import (
+    SHAPES,
+    command_line,
+    commit,
+    copy_bandwidth,
+    engine_config,
+    kv_bytes_per_token,
+    print_report,
+    random_model,
+    weight_bytes,
+)
+from rollout import RolloutWorker, SamplingParams
 from rollout.calls import make_requests
 from rollout.observe import NullTimeline, Timeline
 from rollout.observe.breakdown import format_breakdown
@@ -60,14 +70,7 @@ STEPS_A_TURN = 8
 
 def make_worker(model: PreTrainedModel, args: argparse.Namespace, overlap: bool, timeline: Timeline) -> RolloutWorker:
     """An engine with room for every completion, warmed up."""
-    block_size = EngineConfig().block_size
-    blocks = args.bs * -(-(args.prompt + args.new) // block_size) + 8
-    config = EngineConfig(
-        max_rows=args.bs,
-        max_model_len=args.prompt + args.new,
-        kv_cache_bytes=blocks * block_size * kv_bytes_per_token(model),
-        overlap=overlap,
-    )
+    config = engine_config(model, args.bs, args.prompt + args.new, overlap=overlap)
     worker = RolloutWorker(model, config, timeline=timeline)
     worker.generate(prompts(model, args, seed=0), SamplingParams(max_tokens=min(args.new, 8), ignore_eos=True))
     timeline.clear()
@@ -217,11 +220,7 @@ def recording_cost(worker: RolloutWorker, asked: list[list[int]], new: int) -> d
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        epilog=__doc__.partition("\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="8b" if cuda else "tiny")
     parser.add_argument("--bs", type=int, default=32 if cuda else 4, help="rows")
     parser.add_argument("--prompt", type=int, default=512 if cuda else 16, help="tokens in a prompt")
@@ -266,7 +265,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(f"\n{title}")
     print_tables(figures)
     print(f"\nwritten: {', '.join(map(str, written))}\n")
-    report = rounded(
+    return print_report(
         {
             "recipe": "timeline",
             "gpu": gpu,
@@ -280,8 +279,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "results": figures,
         }
     )
-    print(json.dumps(report, allow_nan=False), flush=True)
-    return report
 
 
 def print_tables(figures: dict[str, dict[str, Any]]) -> None:

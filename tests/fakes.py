@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rollout.engine.graphs import GraphKey, GraphPool
 from rollout.engine.streams import Event
 
 
@@ -38,6 +39,19 @@ class FakeStream:
     def use(self) -> Iterator[None]:
         self.log.append(f"{self.name}:")
         yield
+
+
+def noted_replays(graphs: GraphPool) -> list[GraphKey]:
+    """The keys of the graphs that `graphs` replays from now on."""
+    replay = graphs.replay
+    replayed: list[GraphKey] = []
+
+    def noted(key: GraphKey) -> None:
+        replayed.append(key)
+        replay(key)
+
+    graphs.replay = noted  # type: ignore[method-assign]
+    return replayed
 
 
 class FakeStreams:

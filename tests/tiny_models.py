@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import nn
 
+from rollout import Completion
+
 _BASE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -49,6 +51,11 @@ def tiny(name: str, *, seed: int = 0, **overrides: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     return model.train()
+
+
+def tokens(groups: list[list[Completion]]) -> list[list[list[int]]]:
+    """What was generated. Logprobs may differ in their last bit with the batch's size; tokens don't."""
+    return [[completion.token_ids for completion in group] for group in groups]
 
 
 def fingerprint(learner: nn.Module) -> dict[str, Any]:

@@ -14,12 +14,12 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.engine.batch import Batch, PrefillSize
-from rollout.engine.streams import Streams
 
 PREFILL_TOKENS = (256, 512, 1024, 2048)
 """Tokens that a prefill graph may have."""
 PREFILL_WORK = 1e12
-"""Tokens times parameters beyond which the GPU's work on a prefill step takes longer than launching its kernels."""
+"""Tokens times parameters beyond which the GPU's work on a prefill step takes longer than launching its kernels. An
+estimate, not measured."""
 PREFILL_POSITIONS = 4096
 """Longest sequence, in tokens, whose prefill comes from a graph: a graph writes whole tables of blocks."""
 
@@ -38,8 +38,7 @@ class GraphKey(NamedTuple):
 def row_buckets(max_rows: int) -> list[int]:
     """Sizes that decode batches are padded to: powers of two, then coarse steps.
 
-    Matrix products go by tiles of 64 or 128 rows, so that finer steps would save next to nothing, and each size takes
-    start-up time.
+    Matrix products go by tiles of 64 or 128 rows, and each size takes start-up time.
     """
     steps = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, *range(256, max_rows, 128)]
     return [*(s for s in steps if s < max_rows), max_rows]
@@ -73,8 +72,7 @@ def smallest(sizes: list[PrefillSize], batch: Batch) -> PrefillSize | None:
 class GraphPool:
     """Captured steps by key. Without CUDA a "captured" step is kept, and called where it would be replayed."""
 
-    def __init__(self, streams: Streams, *, on_cuda: bool) -> None:
-        self.streams = streams
+    def __init__(self, *, on_cuda: bool) -> None:
         self.on_cuda = on_cuda
         self.captures = 0
         """Steps captured in the engine's life."""
@@ -92,25 +90,24 @@ class GraphPool:
         return list(self._replay)
 
     def capture(self, key: GraphKey, step: Callable[[], None]) -> None:
-        """Captures `step` for `key`, on the compute stream, with nothing else in flight."""
+        """Captures `step` for `key`, on the current stream, with nothing else in flight."""
         assert key not in self._replay, f"{key} is captured already"
         self.captures += 1
         if not self.on_cuda:
             self._replay[key] = step
             return
-        with self.streams.compute.use():
-            # kernels are compiled and libraries make their handles outside of a capture, for all slots alike
-            if (warm := key._replace(slot=0)) not in self._warm:
-                step()
-                self._warm.add(warm)
-            torch.cuda.current_stream().synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads of a training run may use CUDA meanwhile
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                step()
-            finally:
-                graph.capture_end()
+        # kernels are compiled and libraries make their handles outside of a capture, for all slots alike
+        if (warm := key._replace(slot=0)) not in self._warm:
+            step()
+            self._warm.add(warm)
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads of a training run may use CUDA meanwhile
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            step()
+        finally:
+            graph.capture_end()
         self._graphs.append(graph)
         self._replay[key] = graph.replay
 

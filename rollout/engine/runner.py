@@ -20,10 +20,6 @@ from rollout.engine.models.hf import ModelShape
 from rollout.engine.slots import DecodeInputs, PrefillInputs
 
 
-def _unmarked() -> None:
-    """Marks no start."""
-
-
 class ModelRunner:
     """The model, the KV cache and the device's state of rows: block table and sampling parameters.
 
@@ -65,7 +61,7 @@ class ModelRunner:
         out: Tensor,
         *,
         filtered: bool,
-        started: Callable[[], None] = _unmarked,
+        started: Callable[[], None],
     ) -> None:
         """One token for each row.
 
@@ -93,9 +89,7 @@ class ModelRunner:
         self._sample(logits, inputs.token_row, inputs.position + 1, out, filtered=filtered)
 
     @torch.no_grad()
-    def prefill(
-        self, inputs: PrefillInputs, out: Tensor, *, filtered: bool, started: Callable[[], None] = _unmarked
-    ) -> None:
+    def prefill(self, inputs: PrefillInputs, out: Tensor, *, filtered: bool, started: Callable[[], None]) -> None:
         """Chunks of prompts: `out` gets one sample for each, of the token after its last. See `decode`."""
         rows = inputs.rows
         seq_row = inputs.seq_row[:rows].long()

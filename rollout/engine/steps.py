@@ -52,7 +52,7 @@ class Steps:
         self._streams = streams
         self._device = device
         self.use_graphs = use_graphs
-        self.graphs = GraphPool(streams, on_cuda=device.type == "cuda")
+        self.graphs = GraphPool(on_cuda=device.type == "cuda")
         self.buckets = row_buckets(config.max_rows) if use_graphs else []
         self.prefill_sizes = prefill_sizes(config, parameters, max_blocks) if use_graphs else []
         self.graphs_bytes = 0

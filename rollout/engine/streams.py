@@ -190,6 +190,12 @@ class CudaStreams:
             stream.raw.synchronize()
 
 
+def wait_for_current(device: torch.device) -> None:
+    """Blocks the host until PyTorch's current stream on `device` is empty. Off CUDA nothing is ever outstanding."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def make_streams(device: torch.device) -> Streams:
     """The streams that `device` has."""
     return CudaStreams(device) if device.type == "cuda" else InlineStreams()

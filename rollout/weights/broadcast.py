@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rollout.engine.models.learner import Source, copy_pairs, distinct, sources
+from rollout.engine.streams import wait_for_current
 from rollout.weights.buckets import Piece, Plan, pack
 from rollout.weights.manifest import Described, Spec, check, describe, differences
 
@@ -229,16 +230,16 @@ class _Link:
 
     def pass_on(self, bucket: Tensor, pieces: list[Piece]) -> bool:
         """Broadcasts a bucket; returns whether the sender's reading broke off, so that it holds nothing of use."""
-        if bucket.device != self._device and self._device is not None and self._device.type == "cuda":
+        if bucket.device != self._device and self._device is not None:
             # Copies between the GPU and a bucket on the host end before it is sent, or written again.
-            torch.cuda.current_stream(self._device).synchronize()
+            wait_for_current(self._device)
         dist.broadcast(bucket[: pieces[-1].end], group=self.group, group_src=self.src)
         return bool(bucket[0])
 
     def settle(self, failure: Exception | None) -> str:
         """Waits until all ranks are through; what went wrong, on whichever."""
-        if failure is None and self._device is not None and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if failure is None and self._device is not None:
+            wait_for_current(self._device)
         told = self._gather(None if failure is None else f"{type(failure).__name__}: {failure}")
         return "; ".join(f"rank {rank}: {error}" for rank, error in enumerate(told) if error is not None)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.engine.models.learner import Source, distinct, same_storage, sources, weights, write
+from rollout.engine.streams import wait_for_current
 from rollout.weights.broadcast import BroadcastReceiver
 from rollout.weights.manifest import NAMED, check
 from rollout.weights.undo import Undo
@@ -225,6 +226,5 @@ def _targets(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _synchronize(targets: Iterable[Tensor]) -> None:
-    devices = {target.device for target in targets if target.is_cuda}
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
+    for device in {target.device for target in targets}:
+        wait_for_current(device)

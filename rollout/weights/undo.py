@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rollout.engine.memory import ALIGNMENT, device_free_bytes
 from rollout.engine.models.learner import copy_pairs
+from rollout.engine.streams import wait_for_current
 from rollout.engine.virtual_memory import MemoryRange, make_range, round_up
 
 
@@ -70,8 +71,8 @@ class Undo:
     def restore(self) -> None:
         """Puts every saved value back, and waits until it is there."""
         copy_pairs(self._copies)
-        if self._copies and (device := self._copies[0][0].device).type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        if self._copies:
+            wait_for_current(self._copies[0][0].device)
 
     def close(self) -> None:
         """Gives the memory back. Copies from it have ended."""

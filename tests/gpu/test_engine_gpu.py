@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rollout import Completion, EngineConfig, RolloutWorker, SamplingParams
-from rollout.engine.graphs import GraphKey
 from rollout.observe import Timeline
-from tests.tiny_models import ARCHITECTURES, ragged_prompts, tiny
+from tests.fakes import noted_replays
+from tests.tiny_models import ARCHITECTURES, ragged_prompts, tiny, tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -46,10 +46,6 @@ def logprobs_of(model: torch.nn.Module, completion: Completion) -> torch.Tensor:
         logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
     chosen = torch.tensor(completion.token_ids, device="cuda")[:, None]
     return logits.log_softmax(-1).gather(1, chosen)[:, 0].cpu()
-
-
-def tokens(groups: list[list[Completion]]) -> list[list[list[int]]]:
-    return [[c.token_ids for c in group] for group in groups]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -144,16 +140,9 @@ def test_every_replay_stamps_its_start_anew(overlap: bool) -> None:
 def test_a_prefill_from_a_graph_is_the_eager_one(dtype: torch.dtype, max_prefill_tokens: int) -> None:
     model = wide("qwen3")
     config = EngineConfig(dtype=dtype, max_prefill_tokens=max_prefill_tokens, **SMALL)
-    replayed: list[GraphKey] = []
     with RolloutWorker(model, config) as worker:
         engine = worker.engine
-        replay = engine.steps.graphs.replay
-
-        def noted(key: GraphKey) -> None:
-            replayed.append(key)
-            replay(key)
-
-        engine.steps.graphs.replay = noted  # type: ignore[method-assign]
+        replayed = noted_replays(engine.steps.graphs)
         padded = worker.generate(PROMPTS, SAMPLED)
         steps = worker.metrics.prefill_steps
         assert sum(key.prefill is not None for key in replayed) == steps

@@ -17,7 +17,7 @@ from rollout.engine.models import learner as learner_module
 from rollout.engine.models.learner import Source
 from rollout.engine.virtual_memory import CudaRange, Driver
 from rollout.weights import exchange, undo
-from tests.tiny_models import ragged_prompts, tiny
+from tests.tiny_models import ragged_prompts, tiny, tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -56,10 +56,6 @@ def free_bytes() -> int:
 def all_but(size: int) -> torch.Tensor:
     """Takes the device's memory but for `size` bytes."""
     return torch.empty(free_bytes() - size, dtype=torch.uint8, device="cuda")
-
-
-def tokens(groups: Any) -> list[list[list[int]]]:
-    return [[c.token_ids for c in group] for group in groups]
 
 
 def addresses(worker: RolloutWorker) -> list[int]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout import Completion, EngineConfig, RolloutWorker, SamplingParams
-from tests.tiny_models import ARCHITECTURES, ragged_prompts, tiny
+from tests.tiny_models import ARCHITECTURES, ragged_prompts, tiny, tokens
 
 PROMPTS = ragged_prompts((5, 17, 32, 1, 16, 41))
 SMALL = {"block_size": 8, "max_rows": 8}
@@ -43,10 +43,6 @@ def test_greedy_is_generate_and_logprobs_are_the_forwards(architecture: str) -> 
         torch.testing.assert_close(
             torch.tensor(completion.logprobs), logprobs_of(model, completion, 0.7), atol=1e-5, rtol=0.0
         )
-
-
-def tokens(groups: list[list[Completion]]) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in group] for group in groups]
 
 
 SAMPLED = SamplingParams(n=3, max_tokens=24, temperature=1.0, seed=11)

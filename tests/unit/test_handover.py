@@ -10,7 +10,7 @@ import torch
 
 from rollout import EngineConfig, MemoryReport, RolloutWorker, SamplingParams, VersionRun
 from rollout.engine import memory
-from tests.tiny_models import ragged_prompts, tiny
+from tests.tiny_models import ragged_prompts, tiny, tokens
 
 PROMPTS = ragged_prompts((5, 12, 3))
 SIZES: dict[str, Any] = {"block_size": 8, "max_rows": 4, "max_model_len": 64}
@@ -39,10 +39,6 @@ def free_blocks(monkeypatch: pytest.MonkeyPatch, worker: RolloutWorker) -> Calla
         monkeypatch.setattr(memory, "device_free_bytes", lambda device: blocks * block_bytes)
 
     return set_free
-
-
-def tokens(groups: Any) -> list[list[list[int]]]:
-    return [[c.token_ids for c in group] for group in groups]
 
 
 def by_place(items: Any) -> dict[tuple[int, int], list[int]]:

@@ -16,7 +16,8 @@ from rollout.engine.graphs import GraphKey, prefill_sizes, smallest
 from rollout.engine.slots import Slot
 from rollout.engine.streams import InlineStreams
 from tests import paged
-from tests.tiny_models import ragged_prompts, tiny
+from tests.fakes import noted_replays
+from tests.tiny_models import ragged_prompts, tiny, tokens
 
 SCRATCH = 9
 FIELDS = len(ROW_STATE_FIELDS)
@@ -141,10 +142,6 @@ def test_the_kernel_takes_padding(device: str) -> None:
     assert (padded[54:] == 0.5).all(), "padding sees the scratch row's first position alone"
 
 
-def tokens(groups: list[list[Completion]]) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in group] for group in groups]
-
-
 def logprobs(groups: list[list[Completion]]) -> torch.Tensor:
     return torch.tensor([value for group in groups for completion in group for value in completion.logprobs])
 
@@ -160,17 +157,10 @@ def model() -> torch.nn.Module:
 def run(model: Any, params: SamplingParams, **config: Any) -> tuple[list[list[Completion]], list[GraphKey], int]:
     """The completions, the keys of the prefill graphs replayed, and the number of prefill steps."""
     sizes: dict[str, Any] = {"block_size": 8, "max_rows": 24}
-    replayed: list[GraphKey] = []
     with RolloutWorker(model, EngineConfig(**{**sizes, **config})) as worker:
         engine = worker.engine
         engine.kv.fill_(float("nan"))  # what nobody has written must not be read
-        replay = engine.steps.graphs.replay
-
-        def noted(key: GraphKey) -> None:
-            replayed.append(key)
-            replay(key)
-
-        engine.steps.graphs.replay = noted  # type: ignore[method-assign]
+        replayed = noted_replays(engine.steps.graphs)
         groups = worker.generate(PROMPTS, params)
         engine.scheduler.check_conservation()
         steps = worker.metrics.prefill_steps

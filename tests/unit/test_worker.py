@@ -10,16 +10,11 @@ import torch
 
 from rollout import EngineConfig, NonFiniteLogitsError, RolloutWorker, SamplingParams, VersionRun
 from rollout.calls import random_key
-from tests.tiny_models import fingerprint, ragged_prompts, tiny
+from tests.tiny_models import fingerprint, ragged_prompts, tiny, tokens
 
 PROMPTS = ragged_prompts((5, 12, 3))
 CONFIG = EngineConfig(block_size=8, max_rows=4, max_model_len=64)
 PARAMS = SamplingParams(n=2, max_tokens=10, seed=3)
-
-
-def tokens(groups: Any) -> list[list[list[int]]]:
-    """Logprobs may differ in their last bit with the batch's size; tokens don't."""
-    return [[c.token_ids for c in group] for group in groups]
 
 
 @pytest.fixture

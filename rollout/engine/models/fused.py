@@ -98,7 +98,6 @@ class FusedDecoder:
 
     def __init__(self, module: nn.Module, max_positions: int) -> None:
         model: Any = module.model
-        self.module = module
         self.eps = float(module.config.rms_norm_eps)  # type: ignore[union-attr, arg-type]
         self.embedding: Tensor = model.embed_tokens.weight
         self.final_norm: Tensor = model.norm.weight
