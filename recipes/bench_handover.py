@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -103,7 +104,7 @@ def addresses(worker: RolloutWorker) -> list[int]:
 
 
 def round_trip(
-    worker: RolloutWorker, model: torch.nn.Module, args: argparse.Namespace, device: torch.device
+    worker: RolloutWorker, model: PreTrainedModel, args: argparse.Namespace, device: torch.device
 ) -> dict[str, Part]:
     """One phase, by part."""
     generator = torch.Generator().manual_seed(worker.policy_version)

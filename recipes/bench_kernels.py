@@ -122,9 +122,7 @@ def decode_us(
     full = torch.full((rows,), length, dtype=torch.int32, device=pool.device)
     position = (full if lengths is None else lengths) - 1
     # once a step for all layers, so not part of a layer's time
-    cuts = decode_cuts(
-        cache.rows, position, kv_heads=KV_HEADS, head_dim=HEAD_DIM, itemsize=pool.element_size(), **choices
-    )
+    cuts = decode_cuts(cache.rows, position, cache.kv[0][0], **choices)
     how = {"scaling": HEAD_DIM**-0.5, "cuts": cuts, "tiles": choices.get("tiles")}
 
     def one(k_cache: Tensor, v_cache: Tensor) -> Tensor:
@@ -219,7 +217,7 @@ def bench_sample(pool: Tensor, peak: float, late: Callable[[], bool], *, tune: b
     from rollout.engine.kernels.sampling import sample
 
     records = []
-    choices: list[dict[str, int]] = [{}]
+    choices: list[dict[str, Any]] = [{}]
     if tune:
         sizes = ((1024, 2), (2048, 2), (4096, 4), (4096, 8), (8192, 8))
         choices += [{"block": block, "warps": warps} for block, warps in sizes]

