@@ -31,17 +31,19 @@ class PagedStep:
     seq_row: Tensor | None = None  # int32 [seqs] in a prefill
     max_query_len: int = 1
     layers_seen: set[int] = field(default_factory=set)  # which layers called, to check a model once
-    _cuts: dict[int, Tensor | None] = field(default_factory=dict)  # by window
+    _cuts: dict[tuple[int, bool], Tensor | None] = field(default_factory=dict)  # by window and `early`
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values, [blocks, kv heads, block size, head dim] each."""
         return self.kv[:, index, 0], self.kv[:, index, 1]
 
-    def cuts(self, window: int) -> Tensor | None:
+    def cuts(self, window: int, early: bool) -> Tensor | None:
         """How a decode step's KV is shared among programs, for all layers with this window. Found once a step."""
-        if window not in self._cuts:
-            self._cuts[window] = kernels.decode_cuts(self.token_row, self.position, self.layer(0)[0], window)
-        return self._cuts[window]
+        key = (window, early)
+        if key not in self._cuts:
+            k_cache, _ = self.layer(0)
+            self._cuts[key] = kernels.decode_cuts(self.token_row, self.position, k_cache, window=window, early=early)
+        return self._cuts[key]
 
 
 def attend(
@@ -72,7 +74,8 @@ def attend(
     how: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap}
     if step.query_start is None:
         where = (step.block_table, step.token_row, step.position)
-        return kernels.paged_decode(query, k_cache, v_cache, *where, **how, cuts=step.cuts(window), early=early)
+        cuts = step.cuts(window, early)
+        return kernels.paged_decode(query, k_cache, v_cache, *where, **how, cuts=cuts, early=early)
     assert step.seq_row is not None
     return kernels.paged_prefill(
         query,

@@ -40,7 +40,13 @@ def _cuts(case: paged.Paged, window: int = 0, **choices: object) -> Tensor:
 
 
 def _check_decode(
-    case: paged.Paged, heads: int, *, tiles: Tiles | None = None, cuts: Tensor | None = None, **options: float
+    case: paged.Paged,
+    heads: int,
+    *,
+    tiles: Tiles | None = None,
+    cuts: Tensor | None = None,
+    early: bool = False,
+    **options: float,
 ) -> Tensor:
     head_dim = case.kv.shape[-1]
     query = paged.queries(len(case.lengths), heads, head_dim, case.kv, transposed=True)
@@ -54,6 +60,7 @@ def _check_decode(
         scaling=0.3,
         tiles=tiles,
         cuts=cuts,
+        early=early,
         **options,
     )
     assert out.dtype == query.dtype
@@ -73,16 +80,21 @@ def _check_decode(
     return out
 
 
+early_or_not = pytest.mark.parametrize("early", [False, True], ids=["", "early"])
+
+
 @on_devices
+@early_or_not
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (0, 5.0), (1, 0.0), (17, 5.0), (100, 0.0)])
-def test_decode_windows_and_softcap(device: str, window: int, softcap: float) -> None:
+def test_decode_windows_and_softcap(device: str, early: bool, window: int, softcap: float) -> None:
     case = paged.make(LENGTHS, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, device=device)
     tiles = Tiles(16, 16, 4, 2, 1)
     cuts = _cuts(case, window, tiles=tiles, programs=14, least_tokens=16)
-    _check_decode(case, 6, window=window, softcap=softcap, tiles=tiles, cuts=cuts)
+    _check_decode(case, 6, window=window, softcap=softcap, tiles=tiles, cuts=cuts, early=early)
 
 
 @on_devices
+@early_or_not
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size", "dtype"),
     [
@@ -97,26 +109,29 @@ def test_decode_windows_and_softcap(device: str, window: int, softcap: float) ->
     ],
 )
 def test_decode_shapes(
-    device: str, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    device: str, early: bool, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
 ) -> None:
     dtype = _dot_dtype(dtype, device)
     case = paged.make(
         [block_size, 1, block_size + 1], kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype,
         device=device,
     )  # fmt: skip
-    _check_decode(case, heads)
+    _check_decode(case, heads, early=early)
 
 
 @on_devices
+@early_or_not
 @pytest.mark.parametrize(("heads", "kv_heads", "window"), [(6, 2, 0), (1, 1, 40)])
-def test_decode_joins_pieces_launch_after_launch(device: str, heads: int, kv_heads: int, window: int) -> None:
+def test_decode_joins_pieces_launch_after_launch(
+    device: str, early: bool, heads: int, kv_heads: int, window: int
+) -> None:
     """One program for all rows, shares that begin and end inside of rows, and more programs than there is work for."""
     tiles = Tiles(16, 16, 4, 2, 1)
     for lengths in ([5, 170, 16, 17], [290, 1, 1], [1] * 7):
         case = paged.make(lengths, kv_heads=kv_heads, head_dim=16, block_size=16, dtype=torch.float32, device=device)
         for programs in (1, 5, 14, 80):
             cuts = _cuts(case, window, tiles=tiles, programs=programs, least_tokens=16)
-            _check_decode(case, heads, window=window, tiles=tiles, cuts=cuts)
+            _check_decode(case, heads, window=window, tiles=tiles, cuts=cuts, early=early)
             assert not any(bool(counters.any()) for made in decode._made.values() for counters in made)
 
 
@@ -191,6 +206,8 @@ def test_large_batches_take_all_programs_and_small_ones_join_fewer_pieces() -> N
     tiles = tuning.decode_tiles(128, 2)
     at_once = [tuning.decode_programs(rows * 8, tiles, 132) // 132 for rows in (1, 16, 32, 64, 1024)]
     assert at_once == [2, 2, 2, 4, 4]
+    early = [tuning.decode_programs(rows * 8, tiles, 132, early=True) // 132 for rows in (1, 8)]
+    assert early == [4, 4], "kernels that are launched early hold less in flight each"
     assert tuning.decode_programs(8, tuning.decode_tiles(128, 4), 132) == 264
     assert tuning.decode_programs(8192, tuning.decode_tiles(128, 4), 132) == 264  # no more run at once
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from rollout.engine import reference_layers
 
 pytest.importorskip("triton")
-from rollout.engine.kernels import few, layer_ops, pointwise
+from rollout.engine.kernels import few, layer_ops, pointwise, tuning
 
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 on_devices = pytest.mark.parametrize(
@@ -36,10 +36,14 @@ def random(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tenso
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
+early_or_not = pytest.mark.parametrize("early", [False, True], ids=["", "early"])
+
+
 @on_devices
+@early_or_not
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [0, 1, 3])
-def test_add_norm(device: str, dtype: torch.dtype, splits: int) -> None:
+def test_add_norm(device: str, early: bool, dtype: torch.dtype, splits: int) -> None:
     residual = random(4, 80, device=device, dtype=dtype)
     weight = random(80, device=device, dtype=dtype, seed=1)
     partial = random(splits, 4, 80, device=device, dtype=torch.float32, seed=2) if splits else None
@@ -48,7 +52,7 @@ def test_add_norm(device: str, dtype: torch.dtype, splits: int) -> None:
         expected = reference_layers.rms_norm(expected_residual, weight.double(), 1e-5)
     else:
         expected = reference_layers.add_norm(expected_residual, partial.double(), weight.double(), 1e-5)
-    out = pointwise.add_norm(residual, partial, weight, 1e-5)
+    out = pointwise.add_norm(residual, partial, weight, 1e-5, early=early)
     assert relative(residual, expected_residual) < TOLERANCE[dtype]
     assert relative(out, expected) < TOLERANCE[dtype]
 
@@ -64,6 +68,7 @@ def test_silu_mul(device: str, dtype: torch.dtype) -> None:
 
 
 @on_devices
+@early_or_not
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "bias", "norm", "rope"),
@@ -79,6 +84,7 @@ def test_silu_mul(device: str, dtype: torch.dtype) -> None:
 )
 def test_rope_write(
     device: str,
+    early: bool,
     dtype: torch.dtype,
     heads: int,
     kv_heads: int,
@@ -104,7 +110,8 @@ def test_rope_write(
 
     kv, exact = cache(dtype), cache(torch.float64)
     where = (table, token_row, position)
-    out = pointwise.rope_write(q, k, v, biases, norms, 1e-6, cos_sin, kv[:, 1, 0], kv[:, 1, 1], *where)
+    caches = (kv[:, 1, 0], kv[:, 1, 1])
+    out = pointwise.rope_write(q, k, v, biases, norms, 1e-6, cos_sin, *caches, *where, early=early)
     expected = reference_layers.rope_write(
         q.double(),
         k.double(),
@@ -138,8 +145,14 @@ def test_partial_linear_adds_up(device: str, tokens: int, inputs: int) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 2048, 40), (3, 576, 33), (2, 5000, 7)])
-def test_products_of_few_tokens(device: str, tokens: int, inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs", "rounds"),
+    [(1, 2048, 40, 1), (3, 576, 33, 1), (8, 5000, 7, 1), (11, 2048, 24, 2), (2, 256, 200, 3)],
+)
+def test_products_of_few_tokens(
+    device: str, tokens: int, inputs: int, outputs: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "few_rounds", lambda *_: rounds)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     x = random(tokens, inputs, device=device, dtype=dtype)
     weight = random(2 * outputs, inputs, device=device, dtype=dtype, seed=1) * inputs**-0.5
@@ -151,6 +164,10 @@ def test_products_of_few_tokens(device: str, tokens: int, inputs: int, outputs: 
     assert parts.dtype == torch.float32
     assert parts.shape == (-(-inputs // 2048), tokens, 2 * outputs)
     assert relative(parts.double().sum(0), expected) < 1e-5
+
+
+def test_a_program_takes_several_tiles_where_not_all_run_at_once() -> None:
+    assert [tuning.few_rounds(tiles, 132) for tiles in (1, 128, 396, 397, 768, 793)] == [1, 1, 1, 2, 2, 3]
 
 
 def test_products_are_split_where_that_pays() -> None:

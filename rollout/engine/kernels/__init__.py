@@ -52,7 +52,7 @@ def paged_decode(
 ) -> Tensor:
     """Attention of one query a row over the row's cache. See `reference.paged_decode`.
 
-    `cuts` are from `decode_cuts`; `early`: launched before its predecessor has ended, see `kernels.few`.
+    `cuts` are from `decode_cuts`; `early`: launched before its predecessor has ended, see `kernels.early`.
     """
     how: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap}
     if query.is_cuda:
@@ -64,7 +64,9 @@ def paged_decode(
     return reference.paged_decode(query, k_cache, v_cache, block_table, token_row, position, **how)
 
 
-def decode_cuts(token_row: Tensor, position: Tensor, k_cache: Tensor, window: int) -> Tensor | None:
+def decode_cuts(
+    token_row: Tensor, position: Tensor, k_cache: Tensor, *, window: int = 0, early: bool = False
+) -> Tensor | None:
     """How the step's KV is shared among programs: what all layers with this window hand to `paged_decode`.
 
     Args:
@@ -72,6 +74,7 @@ def decode_cuts(token_row: Tensor, position: Tensor, k_cache: Tensor, window: in
         position: int32 [rows].
         k_cache: [blocks, kv heads, block size, head dim], of any layer.
         window: how many positions back a row sees, itself included; 0: all.
+        early: whether `paged_decode` is.
 
     Returns:
         None where the implementation needs no such thing.
@@ -80,7 +83,7 @@ def decode_cuts(token_row: Tensor, position: Tensor, k_cache: Tensor, window: in
         return None
     from rollout.engine.kernels import shares
 
-    return shares.decode_cuts(token_row, position, k_cache, window=window)
+    return shares.decode_cuts(token_row, position, k_cache, window=window, early=early)
 
 
 def paged_prefill(

@@ -13,47 +13,51 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.engine.kernels import tuning
+from rollout.engine.kernels.early import launch_next, wait
 from rollout.engine.kernels.kv_write import check_cache
-from rollout.engine.kernels.shares import decode_cuts, tiles_of
+from rollout.engine.kernels.shares import decode_cuts
+from rollout.engine.kernels.tiles import block_ids, cells, limited, softmax_step, tiles_of
 
 _LEAST_COUNTERS = 1 << 14  # covers 1,024 rows of 16 kv heads
 
 
 @triton.jit
-def _block_ids(table, tile, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The block (or each position's block, where a tile spans several) of a tile of positions below `end`."""
-    if BLOCK_SIZE % BLOCK_N == 0:
-        return tl.load(table + tile * BLOCK_N // BLOCK_SIZE)
-    else:
-        where = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        return tl.load(table + where // BLOCK_SIZE, mask=where < end, other=0)
-
-
-@triton.jit
-def _cells(
-    cache,
-    block,
+def _load_tile(
+    k_cache,
+    v_cache,
+    table,
     tile,
+    newest,
+    at,
     head_offset,
-    dim,
     block_stride,
+    WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
 ):
-    """Pointers [BLOCK_N, padded dim] to a tile of one head. Blocks lie far apart, so their offsets need 64 bits."""
-    if BLOCK_SIZE % BLOCK_N == 0:
-        base = block.to(tl.int64) * block_stride + head_offset + (tile * BLOCK_N) % BLOCK_SIZE * DIM
-        return cache + base + (tl.arange(0, BLOCK_N)[:, None] * DIM + dim[None, :])
-    else:
-        inside = (tile * BLOCK_N + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
-        return cache + (block.to(tl.int64) * block_stride + head_offset + inside * DIM)[:, None] + dim[None, :]
+    """Keys and values [BLOCK_N, PADDED_DIM] of a tile up to the position `newest`, 0 beyond; the row's last is `at`."""
+    dim = tl.arange(0, PADDED_DIM)
+    where = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = where <= newest
+    if WINDOW > 0:
+        real = real & (where > at - WINDOW)
+    mask = real[:, None] & (dim < HEAD_DIM)[None, :]
+    block = block_ids(table, tl.minimum(tile, at // BLOCK_N), at + 1, BLOCK_N, BLOCK_SIZE)
+    keys = cells(k_cache, block, tile, head_offset, dim, block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
+    values = cells(v_cache, block, tile, head_offset, dim, block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
+    return tl.load(keys, mask=mask, other=0.0), tl.load(values, mask=mask, other=0.0)
 
 
 @triton.jit
-def _soft_limit(x, limit):
-    """limit * tanh(x / limit), from exp2 alone: it saturates to +-limit without overflowing to NaN."""
-    return limit - 2.0 * limit / (tl.exp2(x * (2.0 * 1.4426950408889634 / limit)) + 1.0)
+def _seen(tile, at, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which positions of a tile a row sees whose last position is `at`."""
+    where = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    seen = where <= at
+    if WINDOW > 0:
+        seen = seen & (where > at - WINDOW)
+    return seen
 
 
 @triton.jit
@@ -86,9 +90,9 @@ def _join(
         real = (piece < pieces)[:, None] & (member < GROUP)[None, :]
         # NOTE: .cg goes past the L1 cache, which may hold lines from before the other programs wrote.
         lse = tl.load(partial_lse + place, mask=real, other=float("-inf"), cache_modifier=".cg")
-        cells = place[:, :, None] * HEAD_DIM + dim[None, None, :]
-        cell_mask = (piece < pieces)[:, None, None] & mask[None, :, :]
-        part = tl.load(partial + cells, mask=cell_mask, other=0.0, cache_modifier=".cg")
+        inside = place[:, :, None] * HEAD_DIM + dim[None, None, :]
+        part_mask = (piece < pieces)[:, None, None] & mask[None, :, :]
+        part = tl.load(partial + inside, mask=part_mask, other=0.0, cache_modifier=".cg")
         top_next = tl.maximum(top, tl.max(lse, 0))
         decay = tl.exp2(top - top_next)
         weights = tl.exp2(lse - top_next[None, :])
@@ -134,8 +138,7 @@ def _decode_kernel(
     EARLY: tl.constexpr,
 ):
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        launch_next()
     kv_head = tl.program_id(0) % KV_HEADS  # neighbours share a block table
     share = tl.program_id(0) // KV_HEADS
     cut = cuts + share * 8
@@ -153,6 +156,26 @@ def _decode_kernel(
     query_mask = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     head_offset = kv_head * cache_head_stride
 
+    if EARLY:
+        if left == 0:
+            return
+        # The first tile is fetched before the wait, but for the newest position, which the kernel before writes.
+        table = block_table + sequence.to(tl.int64) * table_stride
+        first = tiles_of(at, WINDOW, BLOCK_N)[0] + offset
+        k, v = _load_tile(
+            k_cache, v_cache, table, first, at - 1, at, head_offset, cache_block_stride,
+            WINDOW, BLOCK_N, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
+        )  # fmt: skip
+        wait()
+        if first == at // BLOCK_N:
+            block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
+            cell = block * cache_block_stride + head_offset + at % BLOCK_SIZE * HEAD_DIM + dim
+            newest_k = tl.load(k_cache + cell, mask=dim < HEAD_DIM, other=0.0, cache_modifier=".cg")[None, :]
+            newest_v = tl.load(v_cache + cell, mask=dim < HEAD_DIM, other=0.0, cache_modifier=".cg")[None, :]
+            is_newest = (first * BLOCK_N + tl.arange(0, BLOCK_N) == at)[:, None]
+            k = tl.where(is_newest, newest_k, k)
+            v = tl.where(is_newest, newest_v, v)
+
     while left > 0:
         table = block_table + sequence.to(tl.int64) * table_stride
         low, tiles = tiles_of(at, WINDOW, BLOCK_N)
@@ -165,33 +188,38 @@ def _decode_kernel(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-        # The block ids of a tile are fetched a tile early, so that no address in the loop waits for a load in it.
-        block = _block_ids(table, first, at + 1, BLOCK_N, BLOCK_SIZE)
-        for tile in range(first, last):
-            block_next = _block_ids(table, tl.minimum(tile + 1, last - 1), at + 1, BLOCK_N, BLOCK_SIZE)
-            where = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            seen = where <= at
-            if WINDOW > 0:
-                seen = seen & (where > at - WINDOW)
-            cell_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
-
-            keys = _cells(k_cache, block, tile, head_offset, dim, cache_block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
-            k = tl.load(keys, mask=cell_mask, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if SOFTCAP:
-                scores = _soft_limit(scores * scaling, softcap) * 1.4426950408889634
-            else:
-                scores = scores * (scaling * 1.4426950408889634)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            top_next = tl.maximum(top, tl.max(scores, 1))
-            decay = tl.exp2(top - top_next)
-            weights = tl.exp2(scores - top_next[:, None])
-            total = total * decay + tl.sum(weights, 1)
-            values = _cells(v_cache, block, tile, head_offset, dim, cache_block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
-            v = tl.load(values, mask=cell_mask, other=0.0)
-            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-            top = top_next
-            block = block_next
+        if EARLY:
+            # A tile is fetched, into registers, while the one before is worked on.
+            for tile in tl.range(first, last, num_stages=1):
+                k_next, v_next = _load_tile(
+                    k_cache, v_cache, table, tile + 1, tl.minimum(at, last * BLOCK_N - 1), at, head_offset,
+                    cache_block_stride, WINDOW, BLOCK_N, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
+                )  # fmt: skip
+                scores = limited(tl.dot(q, tl.trans(k), input_precision="ieee"), scaling, softcap, SOFTCAP)
+                scores = tl.where(_seen(tile, at, WINDOW, BLOCK_N)[None, :], scores, float("-inf"))
+                weights, decay, top, total = softmax_step(scores, top, total, False)
+                acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+                k = k_next
+                v = v_next
+        else:
+            # Tiles are fetched into shared memory, several of them ahead: Triton pipelines this loop's loads. The block
+            # ids of a tile are fetched a tile early, so that no address in the loop waits for a load in it.
+            block = block_ids(table, first, at + 1, BLOCK_N, BLOCK_SIZE)
+            for tile in range(first, last):
+                block_next = block_ids(table, tl.minimum(tile + 1, last - 1), at + 1, BLOCK_N, BLOCK_SIZE)
+                seen = _seen(tile, at, WINDOW, BLOCK_N)
+                cell_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+                keys = cells(k_cache, block, tile, head_offset, dim, cache_block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
+                k = tl.load(keys, mask=cell_mask, other=0.0)
+                scores = limited(tl.dot(q, tl.trans(k), input_precision="ieee"), scaling, softcap, SOFTCAP)
+                scores = tl.where(seen[None, :], scores, float("-inf"))
+                weights, decay, top, total = softmax_step(scores, top, total, False)
+                values = cells(
+                    v_cache, block, tile, head_offset, dim, cache_block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM
+                )
+                v = tl.load(values, mask=cell_mask, other=0.0)
+                acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+                block = block_next
 
         result = acc / total[:, None]
         if count == tiles:
@@ -222,6 +250,13 @@ def _decode_kernel(
         if left > 0:
             at = tl.load(position + row)
             sequence = tl.load(token_row + row)
+            if EARLY:
+                table = block_table + sequence.to(tl.int64) * table_stride
+                low, _ = tiles_of(at, WINDOW, BLOCK_N)
+                k, v = _load_tile(
+                    k_cache, v_cache, table, low, at, at, head_offset, cache_block_stride,
+                    WINDOW, BLOCK_N, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
+                )  # fmt: skip
 
 
 def paged_decode(
@@ -241,8 +276,8 @@ def paged_decode(
 ) -> Tensor:
     """Attention of one query a row over the row's cache. See `reference.paged_decode`.
 
-    `cuts` is what `decode_cuts` made for these positions, window and tiles; None: it is made here. `early`: launched
-    before its predecessor has ended, see `kernels.few`. `tiles` stand in for the choice of `tuning`, for measurements.
+    `cuts` is what `decode_cuts` made for these positions, window, tiles and `early`; None: it is made here. `early`:
+    the kernel is one of `kernels.early`. `tiles` stand in for the choice of `tuning`, for measurements.
     """
     rows, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
@@ -253,9 +288,9 @@ def paged_decode(
     if rows == 0:
         return out
     group = heads // kv_heads
-    tiles = tiles or tuning.decode_tiles(head_dim, query.element_size())
+    tiles = tiles or tuning.decode_tiles(head_dim, query.element_size(), early=early)
     if cuts is None:
-        cuts = decode_cuts(token_row, position, k_cache, window=window, tiles=tiles)
+        cuts = decode_cuts(token_row, position, k_cache, window=window, early=early, tiles=tiles)
     shares = cuts.shape[0]
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     padded_group = triton.next_power_of_2(group)
@@ -290,12 +325,11 @@ def paged_decode(
         BLOCK_N=tiles.block_n,
         PADDED_DIM=padded_dim,
         PADDED_GROUP=padded_group,
-        # pieces that are joined at a time: 64 values a thread
-        JOIN_CHUNK=max(1, min(16, 2048 * tiles.warps // (padded_group * padded_dim))),
+        JOIN_CHUNK=tuning.joined_at_once(padded_group * padded_dim, tiles, early=early),
         EARLY=early,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        launch_pdl=early,
+        launch_pdl=early and query.is_cuda,
     )
     return out
 

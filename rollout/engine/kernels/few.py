@@ -1,11 +1,11 @@
-"""Triton: the fused decoder's products for one or two tokens, in many small programs that load before they wait.
+"""Triton: the fused decoder's products for few tokens, in programs that load all their weights before they wait.
 
-A step of so few tokens is a chain of kernels that each read some weights and wait for the one before. What costs time
-is the waiting: a kernel's launch, its first loads, its last stores, with the memory idle meanwhile. Here a program
-loads all its weights at once, and *before* it waits: every kernel of the chain is launched while its predecessor still
-runs (programmatic dependent launch), so that the next weights are on their way when their input arrives. SiLU and
-multiply, elsewhere a kernel of their own, are done by the product. Arithmetic is on the CUDA cores, in float32, which
-is enough for `tuning.FEW_TOKENS`.
+They are kernels of `kernels.early`: a kernel's weights are on their way, and mostly there, when its input is. SiLU and
+multiply, elsewhere a kernel of their own, are done by the product.
+
+Weights go from memory straight into the registers that the tensor cores want them in. The order of a sum doesn't
+matter, so inner positions are taken in the order in which 16 bytes a thread, as they are loaded, are that thread's part
+of the operand, and the tokens' inputs are put in the same order: nothing moves between threads but the result.
 """
 
 from __future__ import annotations
@@ -16,65 +16,84 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.engine.kernels import tuning
+from rollout.engine.kernels.early import launch_next, wait
 
 
 @triton.jit
+def _inner(PARTS: tl.constexpr, DEPTH: tl.constexpr):
+    """Inner positions of this program, [1, PARTS, STEPS, 32]: each part is a warp's to sum over, in steps of 32."""
+    part = tl.arange(0, PARTS)[None, :, None, None] * (DEPTH // PARTS)
+    step = tl.arange(0, DEPTH // PARTS // 32)[None, None, :, None] * 32
+    return tl.program_id(1) * DEPTH + part + step + tl.arange(0, 32)[None, None, None, :]
+
+
+@triton.jit
+def _left(weights, PARTS: tl.constexpr, DEPTH: tl.constexpr):
+    """[8, PARTS, STEPS, 2, 32] as a product's left operand, [PARTS, 16, DEPTH / PARTS]."""
+    split = tl.reshape(weights, [8, PARTS, DEPTH // PARTS // 32, 2, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(split, [1, 3, 0, 2, 5, 6, 4, 7]), [PARTS, 16, DEPTH // PARTS])
+
+
+@triton.jit
+def _right(inputs, TOKENS: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr):
+    """[TOKENS, PARTS, STEPS, 32] as a product's right operand, [PARTS, DEPTH / PARTS, TOKENS], in `_left`'s order."""
+    split = tl.reshape(inputs, [TOKENS, PARTS, DEPTH // PARTS // 32, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(split, [1, 2, 4, 5, 3, 6, 0]), [PARTS, DEPTH // PARTS, TOKENS])
+
+
+@triton.jit
+def _load(weight, tile, k, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
+    """A tile's sixteen rows of a weight, as twice eight: with GATED, eight of gate and the same eight of up."""
+    row = tile * (8 if GATED else 16) + tl.arange(0, 8)[:, None, None, None, None]
+    half = tl.arange(0, 2)[None, None, None, :, None] * (OUTPUTS if GATED else 8)
+    k = k[:, :, :, None, :]
+    real = (row < (OUTPUTS if GATED else OUTPUTS - half)) & (k < INPUTS)
+    return tl.load(weight + (row + half) * INPUTS + k, mask=real, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _store(y, out, tile, tokens, dtype: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr, TOKENS: tl.constexpr):
+    """Writes a tile's outputs, [16, TOKENS]."""
+    token = tl.arange(0, TOKENS)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, [2, 8, TOKENS]), [1, 2, 0]))
+        gate = gate.to(dtype).to(tl.float32)
+        y = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+        output = tile * 8 + tl.arange(0, 8)
+    else:
+        output = tile * 16 + tl.arange(0, 16)
+    place = (tl.program_id(1) * tokens + token)[None, :] * OUTPUTS + output[:, None]
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=(output < OUTPUTS)[:, None] & (token < tokens)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _few_kernel(
-    x,  # [TOKENS, INPUTS]
+    x,  # [tokens, INPUTS]
     weight,  # [OUTPUTS, INPUTS]; with GATED [2 * OUTPUTS, INPUTS], gate and up
-    out,  # [parts, TOKENS, OUTPUTS]
-    TOKENS: tl.constexpr,
+    out,  # [parts, tokens, OUTPUTS]
+    tokens,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     GATED: tl.constexpr,
-    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,  # padded
+    PARTS: tl.constexpr,  # warps
     DEPTH: tl.constexpr,  # inputs that a program takes: a power of two
-    EARLY: tl.constexpr,  # whether it is launched before its predecessor has ended
+    ROUNDS: tl.constexpr,  # tiles that a program takes, one after the other
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    k = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
-    mask = (row < OUTPUTS)[:, None] & (k < INPUTS)[None, :]
-    cells = row[:, None] * INPUTS + k[None, :]
-    w = tl.load(weight + cells, mask=mask, other=0.0, eviction_policy="evict_first")
-    v = w
-    if GATED:
-        v = tl.load(weight + OUTPUTS * INPUTS + cells, mask=mask, other=0.0, eviction_policy="evict_first")
-    if EARLY:
-        # NOTE: each program of each kernel in the chain waits, so that what any kernel before has read may be written.
-        tl.extra.cuda.gdc_wait()
-    dtype = x.dtype.element_ty
-    for token in tl.static_range(0, TOKENS):
-        h = tl.load(x + token * INPUTS + k, mask=k < INPUTS, other=0.0).to(tl.float32)
-        y = tl.sum(w.to(tl.float32) * h[None, :], 1)
-        if GATED:
-            up = tl.sum(v.to(tl.float32) * h[None, :], 1).to(dtype).to(tl.float32)
-            gate = y.to(dtype).to(tl.float32)
-            y = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
-        place = (tl.program_id(1) * TOKENS + token) * OUTPUTS + row
-        tl.store(out + place, y.to(out.dtype.element_ty), mask=row < OUTPUTS)
-
-
-def _launch(x: Tensor, weight: Tensor, out: Tensor, *, depth: int, gated: bool = False) -> None:
-    tokens, inputs = x.shape
-    outputs = out.shape[-1]
-    assert x.is_contiguous() and weight.is_contiguous()
-    rows, warps = tuning.few_tiles(depth, gated)
-    _few_kernel[(triton.cdiv(outputs, rows), triton.cdiv(inputs, depth))](
-        x,
-        weight,
-        out,
-        TOKENS=tokens,
-        INPUTS=inputs,
-        OUTPUTS=outputs,
-        GATED=gated,
-        ROWS=rows,
-        DEPTH=depth,
-        EARLY=x.is_cuda,
-        num_warps=warps,
-        launch_pdl=x.is_cuda,
-    )
+    k = _inner(PARTS, DEPTH)
+    token = tl.arange(0, TOKENS)
+    seen = (token < tokens)[:, None, None, None] & (k < INPUTS)
+    tile = tl.program_id(0)
+    w = _load(weight, tile, k, INPUTS, OUTPUTS, GATED)
+    launch_next()  # behind the loads, which are not to queue behind the next kernel's
+    wait()
+    for nth in tl.static_range(ROUNDS):
+        h = tl.load(x + token[:, None, None, None] * INPUTS + k, mask=seen, other=0.0)
+        parts = tl.dot(_left(w, PARTS, DEPTH), _right(h, TOKENS, PARTS, DEPTH), input_precision="ieee")
+        if nth < ROUNDS - 1:  # the next weights are on their way before these have been made use of
+            w = _load(weight, tile + tl.num_programs(0), k, INPUTS, OUTPUTS, GATED)
+        _store(tl.sum(parts, 0), out, tile, tokens, x.dtype.element_ty, OUTPUTS, GATED, TOKENS)
+        tile += tl.num_programs(0)
 
 
 def linear(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tensor:
@@ -84,15 +103,44 @@ def linear(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tensor:
     """
     tokens, inputs = x.shape
     out = torch.empty((tokens, weight.shape[0] // (2 if gated else 1)), dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, depth=triton.next_power_of_2(inputs), gated=gated)
+    _launch(x, weight, out, depth=_depth(inputs), gated=gated)
     return out
 
 
 def partial_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [tokens, inputs] @ weight [outputs, inputs].T as float32 partial sums, [splits, tokens, outputs]."""
     tokens, inputs = x.shape
-    depth = min(tuning.FEW_DEPTH, triton.next_power_of_2(inputs))
+    depth = min(tuning.FEW_DEPTH, _depth(inputs))
     splits = triton.cdiv(inputs, depth)
     out = torch.empty((splits, tokens, weight.shape[0]), dtype=torch.float32, device=x.device)
     _launch(x, weight, out, depth=depth)
     return out
+
+
+def _launch(x: Tensor, weight: Tensor, out: Tensor, *, depth: int, gated: bool = False) -> None:
+    tokens, inputs = x.shape
+    outputs = out.shape[-1]
+    assert x.is_contiguous() and weight.is_contiguous()
+    warps = tuning.FEW_WARPS
+    tiles = triton.cdiv(outputs, 8 if gated else 16)
+    rounds = tuning.few_rounds(tiles, tuning.sm_count(x.device)) if depth >= inputs else 1
+    _few_kernel[(triton.cdiv(tiles, rounds), triton.cdiv(inputs, depth))](
+        x,
+        weight,
+        out,
+        tokens,
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        GATED=gated,
+        TOKENS=max(8, triton.next_power_of_2(tokens)),
+        PARTS=warps,
+        DEPTH=depth,
+        ROUNDS=rounds,
+        num_warps=warps,
+        launch_pdl=x.is_cuda,
+    )
+
+
+def _depth(inputs: int) -> int:
+    """All inner positions, as a program takes them: each warp at least 32 of them."""
+    return max(32 * tuning.FEW_WARPS, triton.next_power_of_2(inputs))

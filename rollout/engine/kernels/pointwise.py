@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout.engine.kernels.early import launch_next, wait
+
 
 @triton.jit
 def _add_norm_kernel(
@@ -29,13 +31,14 @@ def _add_norm_kernel(
     EARLY: tl.constexpr,
 ):
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        launch_next()
     token = tl.program_id(0).to(tl.int64)
     feature = tl.arange(0, BLOCK)
     mask = feature < HIDDEN
-    x = tl.load(residual + token * HIDDEN + feature, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(weight + feature, mask=mask, other=0.0).to(tl.float32)
+    if EARLY:
+        wait()
+    x = tl.load(residual + token * HIDDEN + feature, mask=mask, other=0.0).to(tl.float32)
     if SPLITS > 0:
         for split in tl.static_range(0, SPLITS):
             at = split * split_stride + token * HIDDEN + feature
@@ -51,7 +54,7 @@ def _add_norm_kernel(
 def add_norm(residual: Tensor, partial: Tensor | None, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:
     """Adds to the residual in place and normalises it. See `reference_layers.add_norm`; None adds nothing.
 
-    `early`: launched before its predecessor has ended, see `kernels.few`.
+    `early`: the kernel is one of `kernels.early`.
     """
     tokens, hidden = residual.shape
     out = torch.empty_like(residual)
@@ -69,7 +72,7 @@ def add_norm(residual: Tensor, partial: Tensor | None, weight: Tensor, eps: floa
         BLOCK=block,
         EARLY=early,
         num_warps=max(1, min(16, block // 256)),
-        launch_pdl=early,
+        launch_pdl=early and residual.is_cuda,
     )
     return out
 
@@ -142,8 +145,7 @@ def _rope_write_kernel(
     EARLY: tl.constexpr,
 ):
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        launch_next()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE  # queries, then keys, then values
     dtype = out.dtype.element_ty
@@ -163,6 +165,17 @@ def _rope_write_kernel(
     low = heads[:, None] * HEAD_DIM + lane[None, :]  # [TILE, HALF]
     high = low + HEAD_DIM // 2
     mask = lane_mask[None, :]
+    table = cos_sin + at.to(tl.int64) * HEAD_DIM + lane
+    row = tl.load(token_row + token).to(tl.int64)
+    block = tl.load(block_table + row * table_stride + at // BLOCK_SIZE).to(tl.int64)
+    if NORM:
+        w_low = tl.load(norm + lane, mask=lane_mask, other=0.0).to(tl.float32)[None, :]
+        w_high = tl.load(norm + HEAD_DIM // 2 + lane, mask=lane_mask, other=0.0).to(tl.float32)[None, :]
+    if ROPE:
+        cos = tl.load(table, mask=lane_mask, other=0.0).to(tl.float32)[None, :]
+        sin = tl.load(table + HEAD_DIM // 2, mask=lane_mask, other=0.0).to(tl.float32)[None, :]
+    if EARLY:
+        wait()
     a = tl.load(source + token * token_stride + low, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(source + token * token_stride + high, mask=mask, other=0.0).to(tl.float32)
     if BIAS:
@@ -173,15 +186,10 @@ def _rope_write_kernel(
     if NORM:
         if head < HEADS + KV_HEADS:
             scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
-            w_low = tl.load(norm + lane, mask=lane_mask, other=0.0).to(tl.float32)[None, :]
-            w_high = tl.load(norm + HEAD_DIM // 2 + lane, mask=lane_mask, other=0.0).to(tl.float32)[None, :]
             a = (w_low * (a * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
             b = (w_high * (b * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     if ROPE:
         if head < HEADS + KV_HEADS:
-            table = cos_sin + at.to(tl.int64) * HEAD_DIM + lane
-            cos = tl.load(table, mask=lane_mask, other=0.0).to(tl.float32)[None, :]
-            sin = tl.load(table + HEAD_DIM // 2, mask=lane_mask, other=0.0).to(tl.float32)[None, :]
             turned = a * cos - b * sin
             b = b * cos + a * sin
             a = turned
@@ -190,8 +198,6 @@ def _rope_write_kernel(
         tl.store(place, a.to(dtype), mask=mask)
         tl.store(place + HEAD_DIM // 2, b.to(dtype), mask=mask)
     else:
-        row = tl.load(token_row + token).to(tl.int64)
-        block = tl.load(block_table + row * table_stride + at // BLOCK_SIZE).to(tl.int64)
         inside = block * cache_block_stride + (at % BLOCK_SIZE) * HEAD_DIM
         cell = inside + heads[:, None] * cache_head_stride + lane[None, :]
         if head < HEADS + KV_HEADS:
@@ -220,7 +226,7 @@ def rope_write(
 ) -> Tensor:
     """Queries ready for attention; keys and values in the cache. See `reference_layers.rope_write`.
 
-    `early`: launched before its predecessor has ended, see `kernels.few`.
+    `early`: the kernel is one of `kernels.early`.
     """
     tokens, width = q.shape
     _, kv_heads, block_size, head_dim = k_cache.shape
@@ -267,6 +273,6 @@ def rope_write(
         TILE=tile,
         EARLY=early,
         num_warps=max(1, tile // 4),
-        launch_pdl=early,
+        launch_pdl=early and q.is_cuda,
     )
     return out

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.engine.kernels import tuning
-from rollout.engine.kernels.decode import _block_ids, _cells, _soft_limit
 from rollout.engine.kernels.kv_write import check_cache
+from rollout.engine.kernels.tiles import block_ids, cells, limited, softmax_step
 
 
 @triton.jit(do_not_specialize=["seqs", "table_stride"])
@@ -75,34 +75,25 @@ def _prefill_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
         # The block ids of a tile are fetched a tile early, so that no address in the loop waits for a load in it.
-        block = _block_ids(table, first, highest + 1, BLOCK_N, BLOCK_SIZE)
+        block = block_ids(table, first, highest + 1, BLOCK_N, BLOCK_SIZE)
         for tile in range(first, last):
-            block_next = _block_ids(table, tl.minimum(tile + 1, last - 1), highest + 1, BLOCK_N, BLOCK_SIZE)
+            block_next = block_ids(table, tl.minimum(tile + 1, last - 1), highest + 1, BLOCK_N, BLOCK_SIZE)
             where = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             written = (where >= begin) & (where <= highest)
             cell_mask = written[:, None] & (dim < HEAD_DIM)[None, :]
 
-            keys = _cells(k_cache, block, tile, head_offset, dim, cache_block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
+            keys = cells(k_cache, block, tile, head_offset, dim, cache_block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
             k = tl.load(keys, mask=cell_mask, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if SOFTCAP:
-                scores = _soft_limit(scores * scaling, softcap) * 1.4426950408889634
-            else:
-                scores = scores * (scaling * 1.4426950408889634)
+            scores = limited(tl.dot(q, tl.trans(k), input_precision="ieee"), scaling, softcap, SOFTCAP)
             seen = where[None, :] <= at[:, None]
             if WINDOW > 0:
                 seen = seen & (where[None, :] > at[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-            top_next = tl.maximum(top, tl.max(scores, 1))
-            # A query may see nothing of its tile-mates' first tiles: -inf less -inf would be NaN.
-            base = tl.where(top_next == float("-inf"), 0.0, top_next)
-            decay = tl.exp2(top - base)
-            weights = tl.exp2(scores - base[:, None])
-            total = total * decay + tl.sum(weights, 1)
-            values = _cells(v_cache, block, tile, head_offset, dim, cache_block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
+            # A query may see nothing of its tile-mates' first tiles.
+            weights, decay, top, total = softmax_step(scores, top, total, True)
+            values = cells(v_cache, block, tile, head_offset, dim, cache_block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
             v = tl.load(values, mask=cell_mask, other=0.0)
             acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-            top = top_next
             block = block_next
 
         result = acc / tl.where(real, total, 1.0)[:, None]

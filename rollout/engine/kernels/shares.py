@@ -17,18 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.engine.kernels import tuning
+from rollout.engine.kernels.tiles import tiles_of
 
 _BLOCK = 16  # shares whose beginning a program looks for
-
-
-@triton.jit
-def tiles_of(at, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First tile and number of tiles that a row (or rows) sees whose last position is `at`."""
-    if WINDOW > 0:
-        low = tl.maximum(at - (WINDOW - 1), 0) // BLOCK_N
-    else:
-        low = at * 0
-    return low, at // BLOCK_N + 1 - low
 
 
 @triton.jit(do_not_specialize=["rows", "shares", "least_tiles"])
@@ -86,6 +77,7 @@ def decode_cuts(
     k_cache: Tensor,
     *,
     window: int = 0,
+    early: bool = False,
     tiles: tuning.Tiles | None = None,
     programs: int | None = None,
     least_tokens: int | None = None,
@@ -97,6 +89,7 @@ def decode_cuts(
         position: int32 [rows], each row's last position.
         k_cache: [blocks, kv heads, block size, head dim], of any layer.
         window: how many positions back a row sees, itself included; 0: all.
+        early: whether attention is an early kernel, see `kernels.early`.
         tiles: stands in for the choice of `tuning`, for measurements; so do `programs`, which run at once, and
             `least_tokens`, positions below which a share isn't cut.
 
@@ -106,8 +99,8 @@ def decode_cuts(
     """
     rows, device = position.shape[0], position.device
     _, kv_heads, _, head_dim = k_cache.shape
-    tiles = tiles or tuning.decode_tiles(head_dim, k_cache.element_size())
-    programs = programs or tuning.decode_programs(rows * kv_heads, tiles, tuning.sm_count(device))
+    tiles = tiles or tuning.decode_tiles(head_dim, k_cache.element_size(), early=early)
+    programs = programs or tuning.decode_programs(rows * kv_heads, tiles, tuning.sm_count(device), early=early)
     shares = max(1, programs // kv_heads)
     cuts = torch.empty((shares, 8), dtype=torch.int32, device=device)
     _cuts_kernel[(triton.cdiv(shares, _BLOCK),)](

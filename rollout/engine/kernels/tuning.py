@@ -42,9 +42,11 @@ _PREFILL = {
 }
 
 
-def decode_tiles(head_dim: int, itemsize: int) -> Tiles:
-    """Tiles of the decode kernel. head_dim in elements, itemsize in bytes."""
-    return _look_up(_DECODE, head_dim, itemsize)
+def decode_tiles(head_dim: int, itemsize: int, *, early: bool = False) -> Tiles:
+    """Tiles of the decode kernel. head_dim in elements, itemsize in bytes; `early`: of the one of `kernels.early`."""
+    tiles = _look_up(_DECODE, head_dim, itemsize)
+    # The early one holds two tiles of keys and two of values in registers, and has room for 16 KB of them a warp.
+    return tiles._replace(block_n=16) if early and head_dim * itemsize > 256 else tiles
 
 
 def prefill_tiles(head_dim: int, itemsize: int) -> Tiles:
@@ -56,28 +58,43 @@ LEAST_SHARE_TOKENS = 64
 """KV positions of a kv head that are worth a program of their own in decode attention."""
 
 
-def decode_programs(pairs: int, tiles: Tiles, sm_count: int) -> int:
+def decode_programs(pairs: int, tiles: Tiles, sm_count: int, *, early: bool = False) -> int:
     """Programs of decode attention that run at once, for `pairs` of row and kv head.
 
     A function of the batch's size and never of KV lengths. No more than are of use: a GPU that also starts idle ones
-    shares the others out among its SMs unevenly.
+    shares the others out among its SMs unevenly. `early` kernels hold less in flight each and take all there can be: on
+    an H200 a step of 8 rows of 4K takes 24% longer with half of them.
     """
-    at_once = max(2, min(4, -(-pairs // sm_count)))
+    at_once = 4 if early else max(2, min(4, -(-pairs // sm_count)))
     return sm_count * min(at_once, tiles.programs_per_sm)
 
 
-FEW_TOKENS = 2
-"""Most tokens that are multiplied by the kernels for few. Of a step of a 1.7B model on an H200 they take 17% off at one
-token and 12% at two, and add 11% at four."""
+def joined_at_once(values: int, tiles: Tiles, *, early: bool = False) -> int:
+    """Pieces of a row that attention joins at a time, of `values` each: 64 values a thread, or 128 where rows are few.
+
+    There a row has up to 66 pieces, and each further round of loads costs about a microsecond.
+    """
+    return max(1, min(32 if early else 16, (4096 if early else 2048) * tiles.warps // values))
+
+
+FEW_TOKENS = 8
+"""Most tokens that are multiplied by the kernels for few, which round tokens up to 8. On an H200, with a KV of 1K, the
+chain of early kernels takes a quarter off a step of a 1.7B model at one token, and a fifth at eight."""
 FEW_WIDTH = 2048
-"""Widest residual stream for which they are taken: fixed costs, which they save, matter where weights are small."""
+"""Widest residual stream for which they are taken: a program holds sixteen rows of that many weights in registers."""
+FEW_WARPS = 4
+"""Warps of such a program: 128 registers a thread for weights. With 8 warps a step takes 13% longer."""
 FEW_DEPTH = 2048
-"""Inner positions of a weight that a program takes at a time, where few tokens are multiplied."""
+"""Inner positions of a weight that a program takes at a time, where partial sums can be added up."""
 
 
-def few_tiles(depth: int, gated: bool) -> tuple[int, int]:
-    """Rows of a weight, and warps, of a program that multiplies few tokens: 32 weights a thread."""
-    return max(1, 4096 // depth // (2 if gated else 1)), 4
+def few_rounds(tiles: int, sm_count: int) -> int:
+    """Tiles of sixteen rows that a program of such a product takes one after the other.
+
+    Three programs run at once on an SM. Where there would be more of them, each takes several tiles, and asks for the
+    next one's weights before it writes: sooner than a new program could. 2.5% of a step of a 1.7B model on an H200.
+    """
+    return -(-tiles // (3 * sm_count))
 
 
 def sample_block(rows: int, vocab: int, sm_count: int) -> int:

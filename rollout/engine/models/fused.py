@@ -2,7 +2,7 @@
 
 A layer is nine kernels: one product for q, k and v; biases, q/k-norm, rotary position and KV write; attention; the
 output product; residual and norm; one product for gate and up; SiLU and multiply; the down product; residual and norm.
-With one or two tokens it is eight, which overlap (see `rollout.engine.kernels.few`).
+With few tokens it is eight, each launched before the one before it has ended (see `rollout.engine.kernels.early`).
 It reads the module's parameters where they are, so whatever shares or exchanges them goes on working. What isn't a
 dense Llama, Mistral, Qwen2, Qwen3 or SmolLM3 keeps the module's own forward.
 """

@@ -1,0 +1,32 @@
+"""Triton: kernels that are launched before their predecessor has ended (programmatic dependent launch, compute 9.0).
+
+A decode step of few rows is a chain of short kernels. What costs time is the way from one to the next: a launch, the
+first loads, the last stores, with the memory idle meanwhile. In a chain of early kernels each one calls `launch_next`,
+fetches what none before it in the chain writes (weights, keys and values of earlier steps, where rows stand), and only
+then calls `wait`. So a kernel's data are on their way while its input is still being computed.
+
+NOTE: a chain is only right if in each of its kernels some program waits: then what ran before a kernel's predecessor
+has ended, too, when its own `wait` returns. And before the wait a kernel may read only what was there before the
+chain's first kernel, which follows an ordinary one and so starts when all before it have ended.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def launch_next():
+    """Lets the next kernel's programs start as soon as every program of this one has come here, or has ended."""
+    if not _INTERPRETED:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait():
+    """Returns when the kernel before has ended, and what it wrote is to be seen."""
+    if not _INTERPRETED:
+        tl.extra.cuda.gdc_wait()
