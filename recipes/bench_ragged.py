@@ -1,9 +1,11 @@
 """Completions of many lengths, more of them than rows: what it is worth to admit in batches.
 
 A completion ends, and its row is free. To fill the row at once is to stop decoding for a prefill step of one prompt: a
-step that takes the GPU about as long for one prompt as for ten. So admission waits until several rows are free. Rows
-that wait are empty, though, and a decode step takes nearly as long with fewer rows. This measures both policies, in
-turns on one engine: "in batches" (a sixteenth of the rows, the engine's own) and "at once" (one row).
+step that takes the GPU about as long for one short prompt as for ten. So admission waits until several rows are free.
+Rows that wait are empty, though, and a decode step takes nearly as long with fewer rows. This measures both policies, in
+turns on one engine: "in batches" (a sixteenth of the rows, the engine's own) and "at once" (one row). From 150 to 250
+tokens on, a prompt's arithmetic takes a GPU as long as reading the weights does, and a prefill step of one prompt wastes
+nothing: there the policies are alike.
 
 Lengths are drawn from a log-normal distribution, the same ones for both, with a mean of about a third of the longest,
 and each request gets its own `max_tokens`. Weights are random and end-of-sequence is ignored.
@@ -11,7 +13,7 @@ and each request gets its own `max_tokens`. Weights are random and end-of-sequen
 In the table: `tok/s` is generated tokens over the phase's wall time, `prefills` the prefill steps, `occupancy` the
 share of rows that decoded, mean over decode steps. Prints the median phase of each policy, then one JSON line.
 
-    python recipes/bench_ragged.py --model 1.7b --bs 256 --prompt 256 --new 2048
+    python recipes/bench_ragged.py --model 1.7b --bs 256 --prompt 32 --new 512
     python recipes/bench_ragged.py --model tiny --bs 64 --prompt 16 --new 48         # a CPU will do
 """
 
@@ -75,8 +77,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="1.7b" if cuda else "tiny")
     parser.add_argument("--bs", type=int, default=256 if cuda else 64, help="rows")
-    parser.add_argument("--prompt", type=int, default=256 if cuda else 16, help="tokens in a prompt")
-    parser.add_argument("--new", type=int, default=2048 if cuda else 48, help="tokens in the longest completion")
+    parser.add_argument("--prompt", type=int, default=32 if cuda else 16, help="tokens in a prompt")
+    parser.add_argument("--new", type=int, default=512 if cuda else 48, help="tokens in the longest completion")
     parser.add_argument("--times", type=int, default=4, help="requests a row")
     parser.add_argument("--repeats", type=int, default=1, help="rounds; the median phase is reported")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
