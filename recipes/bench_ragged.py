@@ -2,10 +2,10 @@
 
 A completion ends, and its row is free. To fill the row at once is to stop decoding for a prefill step of one prompt: a
 step that takes the GPU about as long for one short prompt as for ten. So admission waits until several rows are free.
-Rows that wait are empty, though, and a decode step takes nearly as long with fewer rows. This measures both policies, in
-turns on one engine: "in batches" (a sixteenth of the rows, the engine's own) and "at once" (one row). From 150 to 250
-tokens on, a prompt's arithmetic takes a GPU as long as reading the weights does, and a prefill step of one prompt wastes
-nothing: there the policies are alike.
+Rows that wait are empty, though, and a decode step takes nearly as long with fewer rows. This measures both policies,
+in turns on one engine: "in batches" (a sixteenth of the rows, the engine's own) and "at once" (one row). From about 200
+tokens on, a prompt's arithmetic takes a GPU as long as reading the weights does, a prefill step of one prompt wastes
+nothing, and the policies are alike.
 
 Lengths are drawn from a log-normal distribution, the same ones for both, with a mean of about a third of the longest,
 and each request gets its own `max_tokens`. Weights are random and end-of-sequence is ignored.

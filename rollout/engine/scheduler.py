@@ -327,7 +327,8 @@ class Scheduler:
         at = table.num_tokens[rows]
         table.token_ids[rows, at] = tokens
         table.logprobs[rows, at] = logprobs[counts]
-        table.kept_mass[rows, at] = kept_mass[counts] if batch.filtered else 1.0
+        if batch.filtered:  # else no row here is asked for it
+            table.kept_mass[rows, at] = kept_mass[counts]
         table.num_tokens[rows] = at + finite  # a token drawn from broken logits is none
         table.last_token[rows] = tokens
         self.counters.generated_tokens += int(finite.sum())

@@ -122,9 +122,9 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, *, depth: int, gated: bool =
     outputs = out.shape[-1]
     assert x.is_contiguous() and weight.is_contiguous()
     warps = tuning.FEW_WARPS
-    tiles = triton.cdiv(outputs, 8 if gated else 16)
-    rounds = tuning.few_rounds(tiles, tuning.sm_count(x.device)) if depth >= inputs else 1
-    _few_kernel[(triton.cdiv(tiles, rounds), triton.cdiv(inputs, depth))](
+    tiles, splits = triton.cdiv(outputs, 8 if gated else 16), triton.cdiv(inputs, depth)
+    rounds = tuning.few_rounds(tiles * splits, tuning.sm_count(x.device))
+    _few_kernel[(triton.cdiv(tiles, rounds), splits)](
         x,
         weight,
         out,
