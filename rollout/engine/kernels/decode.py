@@ -16,48 +16,9 @@ from rollout.engine.kernels import tuning
 from rollout.engine.kernels.early import launch_next, wait
 from rollout.engine.kernels.kv_write import check_cache
 from rollout.engine.kernels.shares import decode_cuts
-from rollout.engine.kernels.tiles import block_ids, cells, limited, softmax_step, tiles_of
+from rollout.engine.kernels.tiles import block_ids, cells, limited, load_tile, softmax_step, tiles_of, visible
 
 _LEAST_COUNTERS = 1 << 14  # covers 1,024 rows of 16 kv heads
-
-
-@triton.jit
-def _load_tile(
-    k_cache,
-    v_cache,
-    table,
-    tile,
-    newest,
-    at,
-    head_offset,
-    block_stride,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-):
-    """Keys and values [BLOCK_N, PADDED_DIM] of a tile up to the position `newest`, 0 beyond; the row's last is `at`."""
-    dim = tl.arange(0, PADDED_DIM)
-    where = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    real = where <= newest
-    if WINDOW > 0:
-        real = real & (where > at - WINDOW)
-    mask = real[:, None] & (dim < HEAD_DIM)[None, :]
-    block = block_ids(table, tl.minimum(tile, at // BLOCK_N), at + 1, BLOCK_N, BLOCK_SIZE)
-    keys = cells(k_cache, block, tile, head_offset, dim, block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
-    values = cells(v_cache, block, tile, head_offset, dim, block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
-    return tl.load(keys, mask=mask, other=0.0), tl.load(values, mask=mask, other=0.0)
-
-
-@triton.jit
-def _seen(tile, at, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which positions of a tile a row sees whose last position is `at`."""
-    where = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    seen = where <= at
-    if WINDOW > 0:
-        seen = seen & (where > at - WINDOW)
-    return seen
 
 
 @triton.jit
@@ -162,7 +123,7 @@ def _decode_kernel(
         # The first tile is fetched before the wait, but for the newest position, which the kernel before writes.
         table = block_table + sequence.to(tl.int64) * table_stride
         first = tiles_of(at, WINDOW, BLOCK_N)[0] + offset
-        k, v = _load_tile(
+        k, v = load_tile(
             k_cache, v_cache, table, first, at - 1, at, head_offset, cache_block_stride,
             WINDOW, BLOCK_N, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
         )  # fmt: skip
@@ -191,12 +152,12 @@ def _decode_kernel(
         if EARLY:
             # A tile is fetched, into registers, while the one before is worked on.
             for tile in tl.range(first, last, num_stages=1):
-                k_next, v_next = _load_tile(
+                k_next, v_next = load_tile(
                     k_cache, v_cache, table, tile + 1, tl.minimum(at, last * BLOCK_N - 1), at, head_offset,
                     cache_block_stride, WINDOW, BLOCK_N, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
                 )  # fmt: skip
                 scores = limited(tl.dot(q, tl.trans(k), input_precision="ieee"), scaling, softcap, SOFTCAP)
-                scores = tl.where(_seen(tile, at, WINDOW, BLOCK_N)[None, :], scores, float("-inf"))
+                scores = tl.where(visible(tile, at, at, WINDOW, BLOCK_N)[None, :], scores, float("-inf"))
                 weights, decay, top, total = softmax_step(scores, top, total, False)
                 acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
                 k = k_next
@@ -207,7 +168,7 @@ def _decode_kernel(
             block = block_ids(table, first, at + 1, BLOCK_N, BLOCK_SIZE)
             for tile in range(first, last):
                 block_next = block_ids(table, tl.minimum(tile + 1, last - 1), at + 1, BLOCK_N, BLOCK_SIZE)
-                seen = _seen(tile, at, WINDOW, BLOCK_N)
+                seen = visible(tile, at, at, WINDOW, BLOCK_N)
                 cell_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
                 keys = cells(k_cache, block, tile, head_offset, dim, cache_block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
                 k = tl.load(keys, mask=cell_mask, other=0.0)
@@ -253,7 +214,7 @@ def _decode_kernel(
             if EARLY:
                 table = block_table + sequence.to(tl.int64) * table_stride
                 low, _ = tiles_of(at, WINDOW, BLOCK_N)
-                k, v = _load_tile(
+                k, v = load_tile(
                     k_cache, v_cache, table, low, at, at, head_offset, cache_block_stride,
                     WINDOW, BLOCK_N, BLOCK_SIZE, HEAD_DIM, PADDED_DIM,
                 )  # fmt: skip

@@ -50,6 +50,41 @@ def cells(
 
 
 @triton.jit
+def visible(tile, newest, at, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which positions of a tile, none after `newest`, a row sees whose last position is `at`."""
+    where = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    seen = where <= newest
+    if WINDOW > 0:
+        seen = seen & (where > at - WINDOW)
+    return seen
+
+
+@triton.jit
+def load_tile(
+    k_cache,
+    v_cache,
+    table,
+    tile,
+    newest,
+    at,
+    head_offset,
+    block_stride,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """Keys and values [BLOCK_N, PADDED_DIM] of a tile up to the position `newest`, 0 beyond; the row's last is `at`."""
+    dim = tl.arange(0, PADDED_DIM)
+    mask = visible(tile, newest, at, WINDOW, BLOCK_N)[:, None] & (dim < HEAD_DIM)[None, :]
+    block = block_ids(table, tl.minimum(tile, at // BLOCK_N), at + 1, BLOCK_N, BLOCK_SIZE)
+    keys = cells(k_cache, block, tile, head_offset, dim, block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
+    values = cells(v_cache, block, tile, head_offset, dim, block_stride, BLOCK_N, BLOCK_SIZE, HEAD_DIM)
+    return tl.load(keys, mask=mask, other=0.0), tl.load(values, mask=mask, other=0.0)
+
+
+@triton.jit
 def limited(scores, scaling, softcap, SOFTCAP: tl.constexpr):
     """Scores scaled, softly bounded where asked for, and over log(2)."""
     if SOFTCAP:
