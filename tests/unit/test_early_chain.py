@@ -1,0 +1,69 @@
+"""A decode step of few rows as a chain of early kernels, in Triton's interpreter, against the reference operations."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from rollout.engine import kernels
+from rollout.engine.attention import PagedStep
+from rollout.engine.kernels import decode, layer_ops, pointwise, shares
+from rollout.engine.models.fused import FusedDecoder
+from rollout.engine.models.join import join_projections
+from tests.tiny_models import tiny
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off")
+LAYERS, KV_HEADS, BLOCK_SIZE, ROW_BLOCKS = 2, 2, 16, 5
+
+
+def step_of(lengths: list[int], head_dim: int) -> PagedStep:
+    """Rows of a cache filled at random but for each row's last position, which the step computes."""
+    rows, generator = len(lengths), torch.Generator().manual_seed(len(lengths))
+    blocks = 1 + torch.randperm(rows * ROW_BLOCKS, generator=generator).view(rows, ROW_BLOCKS)
+    kv = torch.randn(1 + rows * ROW_BLOCKS, LAYERS, 2, KV_HEADS, BLOCK_SIZE, head_dim, generator=generator)
+    for row, length in enumerate(lengths):
+        at = length - 1
+        kv[blocks[row, at // BLOCK_SIZE], :, :, :, at % BLOCK_SIZE] = float("nan")
+    table = torch.cat([blocks, torch.zeros(1, ROW_BLOCKS, dtype=torch.int64)]).int()
+    return PagedStep(kv, table, torch.arange(rows, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32) - 1)
+
+
+def run(decoder: FusedDecoder, lengths: list[int], head_dim: int) -> tuple[Tensor, Tensor]:
+    """Logits, and the cache afterwards."""
+    step = step_of(lengths, head_dim)
+    ids = torch.arange(len(lengths), dtype=torch.int32) * 7 + 3
+    with torch.no_grad():
+        return decoder(ids, step, None), step.kv
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of minus infinity
+@pytest.mark.parametrize("lengths", [[37], [1, 16, 17, 70], [5, 80, 33, 16, 64, 2, 49]])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+def test_a_chain_of_early_kernels_is_the_reference(
+    architecture: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tiny(architecture, hidden_size=128, intermediate_size=192, num_hidden_layers=LAYERS).eval()
+    assert join_projections(module) == 2 * LAYERS
+    head_dim = module.model.layers[0].self_attn.head_dim
+    decoder = FusedDecoder(module, ROW_BLOCKS * BLOCK_SIZE)
+    expected_logits, expected_kv = run(decoder, lengths, head_dim)
+
+    calls: list[str] = []
+
+    def paged_decode(*args: Tensor, early: bool, **options: object) -> Tensor:
+        calls.append("early" if early else "late")
+        return decode.paged_decode(*args, early=early, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(layer_ops, "takes_few", lambda _: True)
+    monkeypatch.setattr(layer_ops, "add_norm", pointwise.add_norm)
+    monkeypatch.setattr(layer_ops, "rope_write", pointwise.rope_write)
+    monkeypatch.setattr(kernels, "decode_cuts", shares.decode_cuts)
+    monkeypatch.setattr(kernels, "paged_decode", paged_decode)
+    logits, kv = run(decoder, lengths, head_dim)
+    assert calls == ["early"] * LAYERS
+    torch.testing.assert_close(logits, expected_logits, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(kv, expected_kv, atol=1e-5, rtol=1e-4)
