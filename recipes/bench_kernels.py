@@ -18,6 +18,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -98,7 +99,7 @@ class Cache:
     def launches(self, at_least_bytes: int, layer_bytes: int, one: Callable[[Tensor, Tensor], object]) -> list[Launch]:
         """`one(k_cache, v_cache)` on enough layers to read `at_least_bytes`, eight at most of large ones."""
         count = min(self.layers, max(min(8, self.layers), -(-at_least_bytes // layer_bytes)))
-        return [lambda layer=layer: one(*self.kv[layer]) for layer in range(count)]  # type: ignore[misc]
+        return [partial(one, *self.kv[layer]) for layer in range(count)]
 
 
 def decode_us(
@@ -232,7 +233,7 @@ def bench_sample(pool: Tensor, peak: float, late: Callable[[], bool], *, tune: b
         launches: list[Launch] = []
         for nth in range(count):
             logits = pool[nth * size : (nth + 1) * size].view(rows, vocab)
-            launches.append(lambda logits=logits: sample(logits, key0, key1, position, heat, **choice))  # type: ignore[misc]  # noqa: B023
+            launches.append(partial(sample, logits, key0, key1, position, heat, **choice))
         us = measure(launches)
         name = " ".join(f"{key} {value}" for key, value in choice.items())
         records.append(row("sample", f"rows {rows} vocab {vocab} {name}".rstrip(), us, bytes_moved=2 * size, peak=peak))

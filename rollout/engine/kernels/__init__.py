@@ -64,9 +64,7 @@ def paged_decode(
     return reference.paged_decode(query, k_cache, v_cache, block_table, token_row, position, **how)
 
 
-def decode_cuts(
-    token_row: Tensor, position: Tensor, k_cache: Tensor, *, window: int = 0, early: bool = False
-) -> Tensor | None:
+def decode_cuts(token_row: Tensor, position: Tensor, k_cache: Tensor, *, window: int, early: bool) -> Tensor | None:
     """How the step's KV is shared among programs: what all layers with this window hand to `paged_decode`.
 
     Args:

@@ -15,18 +15,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from rollout.engine.kernels.constants import INTERPRETED
 
 
 @triton.jit
 def launch_next():
     """Lets the next kernel's programs start as soon as every program of this one has come here, or has ended."""
-    if not _INTERPRETED:
+    if not INTERPRETED:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait():
     """Returns when the kernel before has ended, and what it wrote is to be seen."""
-    if not _INTERPRETED:
+    if not INTERPRETED:
         tl.extra.cuda.gdc_wait()

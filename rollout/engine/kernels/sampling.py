@@ -16,9 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.engine.kernels import tuning
-
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_LOG2_E = tl.constexpr(1.4426950408889634)
+from rollout.engine.kernels.constants import INTERPRETED, LOG2_E
 
 
 @triton.jit
@@ -33,7 +31,7 @@ def _mix32(x):
 @triton.jit
 def _log2(x):
     """The hardware's logarithm, good to 22 bits. tl.log2 is good to the last, in ten times as many instructions."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.log2(x)
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
@@ -80,7 +78,7 @@ def _sample_kernel(
     row = tl.program_id(1)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     heat = tl.load(temperature + row)
-    scale = _LOG2_E / tl.where(heat > 0.0, heat, 1.0)
+    scale = LOG2_E / tl.where(heat > 0.0, heat, 1.0)
     x = tl.load(logits + row.to(tl.int64) * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
     maximum = tl.max(x, 0)
     # A NaN makes the sum NaN, and so does +inf; a chunk that is -inf throughout must not.
@@ -120,7 +118,7 @@ def _join_kernel(
     best_of = tl.load(bests + place, mask=mask, other=float("-inf"))
     heat = tl.load(temperature + row)
     divisor = tl.where(heat > 0.0, heat, 1.0)
-    scale = _LOG2_E / divisor
+    scale = LOG2_E / divisor
     maximum = tl.max(maximum_of, 0)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
     above = (maximum_of - base) * scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
+from rollout.engine.kernels.constants import LOG2_E
 
 
 @triton.jit
@@ -88,15 +88,15 @@ def load_tile(
 def limited(scores, scaling, softcap, SOFTCAP: tl.constexpr):
     """Scores scaled, softly bounded where asked for, and over log(2)."""
     if SOFTCAP:
-        return _soft_limit(scores * scaling, softcap) * _LOG2_E
+        return _soft_limit(scores * scaling, softcap) * LOG2_E
     else:
-        return scores * (scaling * _LOG2_E)
+        return scores * (scaling * LOG2_E)
 
 
 @triton.jit
 def _soft_limit(x, limit):
     """limit * tanh(x / limit), from exp2 alone: it saturates to +-limit without overflowing to NaN."""
-    return limit - 2.0 * limit / (tl.exp2(x * (2.0 * _LOG2_E / limit)) + 1.0)
+    return limit - 2.0 * limit / (tl.exp2(x * (2.0 * LOG2_E / limit)) + 1.0)
 
 
 @triton.jit
