@@ -333,6 +333,24 @@ def command_line(docstring: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=head, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
+def add_sizes(
+    parser: argparse.ArgumentParser,
+    *,
+    model: str,
+    bs: tuple[int, int],
+    prompt: tuple[int, int],
+    new: tuple[int, int],
+    completion: str = "a completion",
+) -> None:
+    """Adds --model, --bs, --prompt, --new and --device. Defaults are for a GPU and for a CPU, whose model is tiny."""
+    cpu = not torch.cuda.is_available()
+    parser.add_argument("--model", choices=SHAPES, default="tiny" if cpu else model)
+    parser.add_argument("--bs", type=int, default=bs[cpu], help="rows")
+    parser.add_argument("--prompt", type=int, default=prompt[cpu], help="tokens in a prompt")
+    parser.add_argument("--new", type=int, default=new[cpu], help=f"tokens in {completion}")
+    parser.add_argument("--device", default="cpu" if cpu else "cuda")
+
+
 def print_report(report: dict[str, Any]) -> dict[str, Any]:
     """Prints the last line of a recipe's output, and returns what it holds."""
     report = rounded(report)
@@ -343,15 +361,10 @@ def print_report(report: dict[str, Any]) -> dict[str, Any]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--model", choices=SHAPES, default="1.7b" if cuda else "tiny")
-    parser.add_argument("--bs", type=int, default=32 if cuda else 4, help="rows")
-    parser.add_argument("--prompt", type=int, default=512 if cuda else 16, help="tokens in a prompt")
-    parser.add_argument("--new", type=int, default=1024 if cuda else 32, help="tokens in a completion")
+    add_sizes(parser, model="1.7b", bs=(32, 4), prompt=(512, 16), new=(1024, 32))
     parser.add_argument("--overlap", choices=["on", "off", "both"], default="on", help="two slots, one, or in turns")
     parser.add_argument("--forward", choices=["fused", "module"], default="fused", help="whose forward pass is run")
     parser.add_argument("--repeats", type=int, default=1, help="rounds; the median run is reported")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--peer", action="append", default=[], help="what to call a peer in the table")
     parser.add_argument(
         "--peer-command", action="append", default=[], help="its command, to measure in turns with this engine"

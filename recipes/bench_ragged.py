@@ -3,9 +3,9 @@
 A completion ends, and its row is free. To fill the row at once is to stop decoding for a prefill step of one prompt: a
 step that takes the GPU about as long for one short prompt as for ten. So admission waits until several rows are free.
 Rows that wait are empty, though, and a decode step takes nearly as long with fewer rows. This measures both policies,
-in turns on one engine: "in batches" (a sixteenth of the rows, the engine's own) and "at once" (one row). From about 200
-tokens on, a prompt's arithmetic takes a GPU as long as reading the weights does, a prefill step of one prompt wastes
-nothing, and the policies are alike.
+in turns on one engine: "in batches" (a sixteenth of the rows, the engine's own) and "at once" (one row). The arithmetic
+of a longer prompt takes a GPU as long as reading the weights does, so that a prefill step of it alone wastes nothing,
+and the policies are alike.
 
 Lengths are drawn from a log-normal distribution, the same ones for both, with a mean of about a third of the longest,
 and each request gets its own `max_tokens`. Weights are random and end-of-sequence is ignored.
@@ -31,7 +31,16 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.bench_decode import SHAPES, command_line, commit, engine_config, middle, print_report, random_model, table
+from recipes.bench_decode import (
+    add_sizes,
+    command_line,
+    commit,
+    engine_config,
+    middle,
+    print_report,
+    random_model,
+    table,
+)
 from rollout import RolloutWorker, SamplingParams
 from rollout.calls import device_name
 
@@ -73,15 +82,10 @@ def measure(worker: RolloutWorker, args: argparse.Namespace, wanted: list[int], 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    cuda = torch.cuda.is_available()
     parser = command_line(__doc__)
-    parser.add_argument("--model", choices=SHAPES, default="1.7b" if cuda else "tiny")
-    parser.add_argument("--bs", type=int, default=256 if cuda else 64, help="rows")
-    parser.add_argument("--prompt", type=int, default=32 if cuda else 16, help="tokens in a prompt")
-    parser.add_argument("--new", type=int, default=512 if cuda else 48, help="tokens in the longest completion")
+    add_sizes(parser, model="1.7b", bs=(256, 64), prompt=(32, 16), new=(512, 48), completion="the longest completion")
     parser.add_argument("--times", type=int, default=4, help="requests a row")
     parser.add_argument("--repeats", type=int, default=1, help="rounds; the median phase is reported")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
     args = parser.parse_args(argv)
     if min(args.bs, args.prompt, args.new, args.times, args.repeats) < 1:
         parser.error("--bs, --prompt, --new, --times and --repeats must be at least 1")

@@ -44,7 +44,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from recipes.bench_decode import (
-    SHAPES,
+    add_sizes,
     command_line,
     commit,
     copy_bandwidth,
@@ -219,13 +219,8 @@ def recording_cost(worker: RolloutWorker, asked: list[list[int]], new: int) -> d
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    cuda = torch.cuda.is_available()
     parser = command_line(__doc__)
-    parser.add_argument("--model", choices=SHAPES, default="8b" if cuda else "tiny")
-    parser.add_argument("--bs", type=int, default=32 if cuda else 4, help="rows")
-    parser.add_argument("--prompt", type=int, default=512 if cuda else 16, help="tokens in a prompt")
-    parser.add_argument("--new", type=int, default=8192 if cuda else 64, help="tokens in a completion")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    add_sizes(parser, model="8b", bs=(32, 4), prompt=(512, 16), new=(8192, 64))
     parser.add_argument("--out", type=Path, default=Path("timeline"), help="where to write, without an ending")
     parser.add_argument("--check", action="store_true", help="compare idle shares with torch.profiler's")
     parser.add_argument("--cost", action="store_true", help="measure what keeping a timeline costs the host")

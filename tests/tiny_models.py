@@ -53,6 +53,14 @@ def tiny(name: str, *, seed: int = 0, **overrides: Any) -> Any:
     return model.train()
 
 
+def peaked() -> Any:
+    """A tiny Llama whose distributions have a shape, for filters to cut, in evaluation mode."""
+    model = tiny("llama").eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8.0)
+    return model
+
+
 def tokens(groups: list[list[Completion]]) -> list[list[list[int]]]:
     """What was generated. Logprobs may differ in their last bit with the batch's size; tokens don't."""
     return [[completion.token_ids for completion in group] for group in groups]

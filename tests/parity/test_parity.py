@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout import Completion, EngineConfig, RolloutWorker, SamplingParams
-from tests.tiny_models import ARCHITECTURES, ragged_prompts, tiny, tokens
+from tests.tiny_models import ARCHITECTURES, peaked, ragged_prompts, tiny, tokens
 
 PROMPTS = ragged_prompts((5, 17, 32, 1, 16, 41))
 SMALL = {"block_size": 8, "max_rows": 8}
@@ -50,10 +50,7 @@ SAMPLED = SamplingParams(n=3, max_tokens=24, temperature=1.0, seed=11)
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    model = tiny("llama").eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(8.0)  # a distribution with a shape, for filters to cut
-    return model
+    return peaked()
 
 
 @pytest.fixture(scope="module")

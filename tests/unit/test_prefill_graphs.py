@@ -17,7 +17,7 @@ from rollout.engine.slots import Slot
 from rollout.engine.streams import InlineStreams
 from tests import paged
 from tests.fakes import noted_replays
-from tests.tiny_models import ragged_prompts, tiny, tokens
+from tests.tiny_models import peaked, ragged_prompts, tokens
 
 SCRATCH = 9
 FIELDS = len(ROW_STATE_FIELDS)
@@ -148,10 +148,7 @@ def logprobs(groups: list[list[Completion]]) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    model = tiny("llama").eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(8.0)  # a distribution with a shape, for filters to cut
-    return model
+    return peaked()
 
 
 def run(model: Any, params: SamplingParams, **config: Any) -> tuple[list[list[Completion]], list[GraphKey], int]:
