@@ -5,6 +5,7 @@ The arrays are what lets a decode step be scheduled and updated without a Python
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,7 +97,7 @@ class RowTable:
         self.token_ids = np.empty((max_rows, max_model_len), np.int32)
         self.logprobs = np.empty((max_rows, max_model_len), np.float32)
         self.kept_mass = np.empty((max_rows, max_model_len), np.float32)
-        self._free = list(range(max_rows - 1, -1, -1))
+        self._free = list(range(max_rows))  # a heap: equal phases take equal rows, and so round alike
 
     @property
     def num_free(self) -> int:
@@ -120,7 +121,7 @@ class RowTable:
 
     def place(self, sequence: Sequence) -> int:
         """Gives `sequence` a row and writes its state there; its tokens so far move into the row."""
-        row = self._free.pop()
+        row = heapq.heappop(self._free)
         params = sequence.request.params
         count = sequence.token_ids.size
         self.sequence[row] = sequence
@@ -154,5 +155,5 @@ class RowTable:
         self.epoch[row] += 1
         self.decoding[row] = False
         self.num_blocks[row] = 0
-        self._free.append(row)
+        heapq.heappush(self._free, row)
         return sequence
