@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -55,15 +56,24 @@ def test_a_chain_of_early_kernels_is_the_reference(
     calls: list[str] = []
 
     def paged_decode(*args: Tensor, early: bool, **options: object) -> Tensor:
-        calls.append("early" if early else "late")
+        calls.append("attention" if early else "late attention")
         return decode.paged_decode(*args, early=early, **options)  # type: ignore[arg-type]
 
+    def add_norm(*args: Any, **options: Any) -> Tensor:
+        calls.append("norm")
+        return pointwise.add_norm(*args, **options)
+
+    def decode_cuts(*args: Any, **options: Any) -> Tensor:
+        calls.append("cuts")
+        return shares.decode_cuts(*args, **options)
+
     monkeypatch.setattr(layer_ops, "takes_few", lambda _: True)
-    monkeypatch.setattr(layer_ops, "add_norm", pointwise.add_norm)
+    monkeypatch.setattr(layer_ops, "add_norm", add_norm)
     monkeypatch.setattr(layer_ops, "rope_write", pointwise.rope_write)
-    monkeypatch.setattr(kernels, "decode_cuts", shares.decode_cuts)
+    monkeypatch.setattr(kernels, "decode_cuts", decode_cuts)
     monkeypatch.setattr(kernels, "paged_decode", paged_decode)
     logits, kv = run(decoder, lengths, head_dim)
-    assert calls == ["early"] * LAYERS
+    # attention reads the cuts before it waits, so they are made before the last ordinary kernel, the first norm
+    assert calls == ["cuts", "norm", *["attention", "norm", "norm"] * LAYERS]
     torch.testing.assert_close(logits, expected_logits, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(kv, expected_kv, atol=1e-5, rtol=1e-4)

@@ -116,6 +116,9 @@ class FusedDecoder:
         # [tokens, hidden], the residual stream; cast only where the table is tied to a head of another dtype
         x = F.embedding(token_ids, self.embedding).to(self.final_norm.dtype)
         few = step.query_start is None and layer_ops.takes_few(x)  # then kernels are launched before those before end
+        if few:  # what they read before they wait has to be there before the last ordinary kernel starts
+            for layer in self.layers:
+                step.cuts(layer.window, True)
         h = layer_ops.add_norm(x, None, self.layers[0].attention_norm, self.eps)
         following = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
