@@ -30,18 +30,22 @@ def start_decode(
     position: Tensor,
     new_block: Tensor,
     block_table: Tensor,
+    row_state: Tensor,
     block_size: int,
-) -> Tensor:
-    """What a decode step does before its model: carry tokens over, and enter new blocks in the block table.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a decode step does before its model: carry tokens over, enter new blocks, look up what the sampler needs.
 
     token_ids: int32 [rows], 0 where a token is carried; carry: int32 [rows], index into previous_tokens or -1;
     previous_tokens: int32 [max_rows], what the step before sampled; token_row, position: int32 [rows]; new_block: int32
-    [rows], the block that the position begins or -1; block_table: int32 [max_rows + 1, blocks_per_row], written.
-    Returns the input ids, int32 [rows].
+    [rows], the block that the position begins or -1; block_table: int32 [max_rows + 1, blocks_per_row], written;
+    row_state: int32 [fields, max_rows + 1].
+    Returns the input ids, int32 [rows], the rows' state, int32 [fields, rows], and the positions of the tokens that
+    will be sampled, int32 [rows].
     """
     grows = new_block >= 0
     block_table[token_row[grows].long(), (position[grows] // block_size).long()] = new_block[grows]
-    return carry_over.apply(token_ids, carry, previous_tokens)
+    ids = carry_over.apply(token_ids, carry, previous_tokens)
+    return ids, row_state.index_select(1, token_row), position + 1
 
 
 def write_kv(

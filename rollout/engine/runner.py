@@ -73,7 +73,7 @@ class ModelRunner:
             started: called behind the first kernel. A mark put there, in the stream or in the graph, is passed once the
                 device works on the step, and not while the host is still launching it.
         """
-        token_ids = kernels.start_decode(
+        token_ids, state, sampled_at = kernels.start_decode(
             inputs.token_ids,
             inputs.carry,
             previous_tokens,
@@ -81,12 +81,13 @@ class ModelRunner:
             inputs.position,
             inputs.new_block,
             self.block_table,
+            self.row_state,
             self.block_size,
         )
         started()
         step = PagedStep(self.kv, self.block_table, inputs.token_row, inputs.position)
         logits = self.forward(token_ids, step, None)
-        self._sample(logits, inputs.token_row, inputs.position + 1, out, filtered=filtered)
+        sampler.sample_into(out[:, : state.shape[1]], logits, state, sampled_at, filtered=filtered)
 
     @torch.no_grad()
     def prefill(self, inputs: PrefillInputs, out: Tensor, *, filtered: bool, started: Callable[[], None]) -> None:
@@ -108,7 +109,8 @@ class ModelRunner:
         last = inputs.query_start[1 : rows + 1].long() - 1  # [rows]
         logits = self.forward(inputs.token_ids, step, last)
         position = inputs.position.index_select(0, last)
-        self._sample(logits, inputs.seq_row[:rows], position + 1, out, filtered=filtered)
+        state = self.row_state.index_select(1, inputs.seq_row[:rows])  # [fields, rows]
+        sampler.sample_into(out[:, :rows], logits, state, position + 1, filtered=filtered)
 
     def _probe(self) -> PagedStep:
         """A prefill of two tokens in the scratch row."""
@@ -122,8 +124,3 @@ class ModelRunner:
             seq_row=torch.tensor([self.scratch_row], dtype=torch.int32, device=device),
             max_query_len=2,
         )
-
-    def _sample(self, logits: Tensor, row: Tensor, position: Tensor, out: Tensor, *, filtered: bool) -> None:
-        state = self.row_state.index_select(1, row)  # [fields, rows]
-        rows = row.shape[0]
-        sampler.sample_into(out[:, :rows], logits, state, position, filtered=filtered)

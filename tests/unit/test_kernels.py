@@ -265,10 +265,14 @@ def test_start_decode(device: str) -> None:
 
     previous = of(70, 71, 72, 73, 74)
     row, position, new_block = of(1, 0, 3, 2), of(16, 40, 31, 32), of(9, -1, -1, 8)
+    row_state = torch.arange(8, dtype=torch.int32, device=device).view(2, 4) * 10
     args = (of(0, 41, 0, 43), of(2, -1, 0, -1), previous, row, position, new_block)
     tables = [torch.full((4, 5), 6, dtype=torch.int32, device=device) for _ in range(2)]
     for start, table in zip((step_start.start_decode, reference.start_decode), tables, strict=True):
-        assert start(*args, table, 16).tolist() == [72, 41, 70, 43]
+        ids, state, sampled_at = start(*args, table, row_state, 16)
+        assert ids.tolist() == [72, 41, 70, 43]
+        assert state.tolist() == [[10, 0, 30, 20], [50, 40, 70, 60]]
+        assert sampled_at.tolist() == [17, 41, 32, 33]
         assert (table != 6).nonzero().tolist() == [[1, 1], [2, 2]]
         assert [int(table[1, 1]), int(table[2, 2])] == [9, 8]
 

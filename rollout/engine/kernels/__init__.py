@@ -149,12 +149,15 @@ def start_decode(
     position: Tensor,
     new_block: Tensor,
     block_table: Tensor,
+    row_state: Tensor,
     block_size: int,
-) -> Tensor:
-    """Carry tokens over, and enter new blocks in the block table. See `reference.start_decode`."""
-    implementation: Callable[..., Tensor] = reference.start_decode
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Input ids, the rows' state and sampled tokens' positions; enters new blocks. See `reference.start_decode`."""
+    implementation: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference.start_decode
     if token_ids.is_cuda:
         from rollout.engine.kernels import step_start
 
         implementation = step_start.start_decode
-    return implementation(token_ids, carry, previous_tokens, token_row, position, new_block, block_table, block_size)
+    return implementation(
+        token_ids, carry, previous_tokens, token_row, position, new_block, block_table, row_state, block_size
+    )

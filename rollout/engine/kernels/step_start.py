@@ -1,4 +1,4 @@
-"""Triton: what a decode step does before its model: carry over tokens, and enter new blocks in the block table.
+"""Triton: what a decode step does before its model: carry over tokens, enter new blocks, look up the rows' state.
 
 Owns that one launch, which stands for a dozen of PyTorch's.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["rows", "table_stride"])
+@triton.jit(do_not_specialize=["rows", "table_stride", "state_stride"])
 def _start_decode_kernel(
     token_ids,
     carry,
@@ -20,9 +20,14 @@ def _start_decode_kernel(
     position,
     new_block,
     block_table,
+    row_state,  # [FIELDS, max rows + 1]
     out,
+    state,  # [FIELDS, rows]
+    next_position,
     rows,
     table_stride,
+    state_stride,
+    FIELDS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -35,6 +40,9 @@ def _start_decode_kernel(
     row = tl.load(token_row + lane, mask=mask, other=0).to(tl.int64)
     at = tl.load(position + lane, mask=mask, other=0)
     tl.store(block_table + row * table_stride + at // BLOCK_SIZE, block, mask=mask & (block >= 0))
+    tl.store(next_position + lane, at + 1, mask=mask)
+    for field in tl.static_range(FIELDS):
+        tl.store(state + field * rows + lane, tl.load(row_state + field * state_stride + row, mask=mask), mask=mask)
 
 
 def start_decode(
@@ -45,11 +53,13 @@ def start_decode(
     position: Tensor,
     new_block: Tensor,
     block_table: Tensor,
+    row_state: Tensor,
     block_size: int,
-) -> Tensor:
-    """Input ids, int32 [rows]; `block_table` gets its new blocks. See `reference.start_decode`."""
-    rows = token_ids.shape[0]
-    out = torch.empty_like(token_ids)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Input ids, the rows' state and sampled tokens' positions; enters new blocks. See `reference.start_decode`."""
+    rows, fields = token_ids.shape[0], row_state.shape[0]
+    out, next_position = torch.empty_like(token_ids), torch.empty_like(position)
+    state = torch.empty((fields, rows), dtype=torch.int32, device=token_ids.device)
     block = 128
     _start_decode_kernel[(triton.cdiv(rows, block),)](
         token_ids,
@@ -59,11 +69,16 @@ def start_decode(
         position,
         new_block,
         block_table,
+        row_state,
         out,
+        state,
+        next_position,
         rows,
         block_table.stride(0),
+        row_state.stride(0),
+        FIELDS=fields,
         BLOCK_SIZE=block_size,
         BLOCK=block,
         num_warps=4,
     )
-    return out
+    return out, state, next_position
