@@ -173,7 +173,8 @@ def test_a_program_takes_several_tiles_where_not_all_run_at_once() -> None:
 def test_products_are_split_where_that_pays() -> None:
     half = torch.bfloat16
     assert layer_ops.product_splits(1, 2048, half) == (4, torch.float32)
-    assert layer_ops.product_splits(64, 14336, half) == (4, torch.float32)
+    assert layer_ops.product_splits(16, 14336, half) == (4, torch.float32)
+    assert layer_ops.product_splits(17, 14336, half) == (2, half)
     assert layer_ops.product_splits(256, 4096, half) == (2, half)
     assert layer_ops.product_splits(257, 4096, half) == (1, half)
     assert layer_ops.product_splits(8, 576, half) == (1, half), "parts that aren't a multiple of 64 wide"

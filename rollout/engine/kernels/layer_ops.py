@@ -14,7 +14,7 @@ __all__ = ["add_norm", "few_linear", "partial_linear", "rope_write", "silu_mul",
 
 def product_splits(tokens: int, inputs: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
     """Parts that a product's inner dimension is cut into, and the dtype of their sums. Measured on an H200."""
-    if tokens <= 64:
+    if tokens <= 16:
         splits, sums = 4, torch.float32
     elif tokens <= 256:
         splits, sums = 2, dtype  # float32 sums would be more bytes than they are worth
