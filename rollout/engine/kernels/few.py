@@ -132,7 +132,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, *, depth: int, gated: bool =
         INPUTS=inputs,
         OUTPUTS=outputs,
         GATED=gated,
-        TOKENS=max(8, triton.next_power_of_2(tokens)),
+        TOKENS=1 if tokens == 1 else max(8, triton.next_power_of_2(tokens)),
         PARTS=warps,
         DEPTH=depth,
         ROUNDS=rounds,
