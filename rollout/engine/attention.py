@@ -37,7 +37,11 @@ class PagedStep:
         """A layer's keys and values, [blocks, kv heads, block size, head dim] each."""
         return self.kv[:, index, 0], self.kv[:, index, 1]
 
-    def cuts(self, window: int, early: bool) -> Tensor | None:
+    def where(self, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """A layer's keys and values, the block table, and the tokens' rows and positions."""
+        return *self.layer(index), self.block_table, self.token_row, self.position
+
+    def cuts(self, window: int, *, early: bool = False) -> Tensor | None:
         """How a decode step's KV is shared among programs, for all layers with this window. Found once a step."""
         key = (window, early)
         if key not in self._cuts:
@@ -54,7 +58,6 @@ def attend(
     scaling: float,
     window: int = 0,
     softcap: float = 0.0,
-    early: bool = False,
 ) -> Tensor:
     """Attention of the step's tokens over their rows, whose keys and values are in the cache.
 
@@ -65,7 +68,6 @@ def attend(
         scaling: of the scores.
         window: how many positions back a token sees, itself included; 0: all.
         softcap: bound on the scores by tanh; 0: none.
-        early: whether the kernel of a decode step is launched before its predecessor has ended.
 
     Returns:
         [tokens, heads, head dim].
@@ -73,9 +75,7 @@ def attend(
     k_cache, v_cache = step.layer(layer)
     how: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap}
     if step.query_start is None:
-        where = (step.block_table, step.token_row, step.position)
-        cuts = step.cuts(window, early)
-        return kernels.paged_decode(query, k_cache, v_cache, *where, **how, cuts=cuts, early=early)
+        return kernels.paged_decode(query, *step.where(layer), **how, cuts=step.cuts(window))
     assert step.seq_row is not None
     return kernels.paged_prefill(
         query,

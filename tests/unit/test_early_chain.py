@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from rollout.engine import kernels
 from rollout.engine.attention import PagedStep
-from rollout.engine.kernels import decode, layer_ops, pointwise, shares
+from rollout.engine.kernels import few_attention, layer_ops, pointwise, shares
 from rollout.engine.models.fused import FusedDecoder
 from rollout.engine.models.join import join_projections
 from tests.tiny_models import tiny
@@ -55,10 +55,6 @@ def test_a_chain_of_early_kernels_is_the_reference(
 
     calls: list[str] = []
 
-    def paged_decode(*args: Tensor, early: bool, **options: object) -> Tensor:
-        calls.append("attention" if early else "late attention")
-        return decode.paged_decode(*args, early=early, **options)  # type: ignore[arg-type]
-
     def add_norm(*args: Any, **options: Any) -> Tensor:
         calls.append("norm")
         return pointwise.add_norm(*args, **options)
@@ -67,11 +63,15 @@ def test_a_chain_of_early_kernels_is_the_reference(
         calls.append("cuts")
         return shares.decode_cuts(*args, **options)
 
-    monkeypatch.setattr(layer_ops, "takes_few", lambda _: True)
-    monkeypatch.setattr(layer_ops, "add_norm", add_norm)
+    def attention(*args: Any, **options: Any) -> Tensor:
+        calls.append("attention")
+        return few_attention.paged_decode(*args, **options)
+
+    monkeypatch.setattr(layer_ops, "takes_few", lambda *_: True)
     monkeypatch.setattr(layer_ops, "rope_write", pointwise.rope_write)
+    monkeypatch.setattr(layer_ops, "few_attention", attention)
+    monkeypatch.setattr(layer_ops, "add_norm", add_norm)
     monkeypatch.setattr(kernels, "decode_cuts", decode_cuts)
-    monkeypatch.setattr(kernels, "paged_decode", paged_decode)
     logits, kv = run(decoder, lengths, head_dim)
     # attention reads the cuts before it waits, so they are made before the last ordinary kernel, the first norm
     assert calls == ["cuts", "norm", *["attention", "norm", "norm"] * LAYERS]

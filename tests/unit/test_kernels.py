@@ -16,7 +16,7 @@ from rollout.engine.kernels.tuning import Tiles
 from tests import paged
 
 pytest.importorskip("triton")
-from rollout.engine.kernels import decode, kv_write, prefill, sampling, shares, step_start
+from rollout.engine.kernels import decode, few_attention, kv_write, pieces, prefill, sampling, shares, step_start
 
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, where unsigned integers wrap
@@ -45,12 +45,12 @@ def _check_decode(
     *,
     tiles: Tiles | None = None,
     cuts: Tensor | None = None,
-    early: bool = False,
+    few: bool = False,
     **options: float,
 ) -> Tensor:
     head_dim = case.kv.shape[-1]
     query = paged.queries(len(case.lengths), heads, head_dim, case.kv, transposed=True)
-    out = decode.paged_decode(
+    out = (few_attention if few else decode).paged_decode(
         query,
         case.k_cache,
         case.v_cache,
@@ -60,7 +60,6 @@ def _check_decode(
         scaling=0.3,
         tiles=tiles,
         cuts=cuts,
-        early=early,
         **options,
     )
     assert out.dtype == query.dtype
@@ -80,21 +79,30 @@ def _check_decode(
     return out
 
 
-early_or_not = pytest.mark.parametrize("early", [False, True], ids=["", "early"])
+few_or_many = pytest.mark.parametrize("few", [False, True], ids=["", "few"])
 
 
 @on_devices
-@early_or_not
+@pytest.mark.parametrize("window", [1, 2, 17, 100])
+def test_decode_windows_of_few_rows(device: str, window: int) -> None:
+    case = paged.make(LENGTHS, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, device=device)
+    tiles = Tiles(16, 16, 4, 2, 1)
+    for programs in (2, 14, 40):
+        cuts = _cuts(case, window, tiles=tiles, programs=programs, least_tokens=16)
+        _check_decode(case, 6, window=window, tiles=tiles, cuts=cuts, few=True)
+
+
+@on_devices
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (0, 5.0), (1, 0.0), (17, 5.0), (100, 0.0)])
-def test_decode_windows_and_softcap(device: str, early: bool, window: int, softcap: float) -> None:
+def test_decode_windows_and_softcap(device: str, window: int, softcap: float) -> None:
     case = paged.make(LENGTHS, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, device=device)
     tiles = Tiles(16, 16, 4, 2, 1)
     cuts = _cuts(case, window, tiles=tiles, programs=14, least_tokens=16)
-    _check_decode(case, 6, window=window, softcap=softcap, tiles=tiles, cuts=cuts, early=early)
+    _check_decode(case, 6, window=window, softcap=softcap, tiles=tiles, cuts=cuts)
 
 
 @on_devices
-@early_or_not
+@few_or_many
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size", "dtype"),
     [
@@ -109,21 +117,21 @@ def test_decode_windows_and_softcap(device: str, early: bool, window: int, softc
     ],
 )
 def test_decode_shapes(
-    device: str, early: bool, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    device: str, few: bool, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
 ) -> None:
     dtype = _dot_dtype(dtype, device)
     case = paged.make(
         [block_size, 1, block_size + 1], kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype,
         device=device,
     )  # fmt: skip
-    _check_decode(case, heads, early=early)
+    _check_decode(case, heads, few=few)
 
 
 @on_devices
-@early_or_not
+@few_or_many
 @pytest.mark.parametrize(("heads", "kv_heads", "window"), [(6, 2, 0), (1, 1, 40)])
 def test_decode_joins_pieces_launch_after_launch(
-    device: str, early: bool, heads: int, kv_heads: int, window: int
+    device: str, few: bool, heads: int, kv_heads: int, window: int
 ) -> None:
     """One program for all rows, shares that begin and end inside of rows, and more programs than there is work for."""
     tiles = Tiles(16, 16, 4, 2, 1)
@@ -131,8 +139,8 @@ def test_decode_joins_pieces_launch_after_launch(
         case = paged.make(lengths, kv_heads=kv_heads, head_dim=16, block_size=16, dtype=torch.float32, device=device)
         for programs in (1, 5, 14, 80):
             cuts = _cuts(case, window, tiles=tiles, programs=programs, least_tokens=16)
-            _check_decode(case, heads, window=window, tiles=tiles, cuts=cuts, early=early)
-            assert not any(bool(counters.any()) for made in decode._made.values() for counters in made)
+            _check_decode(case, heads, window=window, tiles=tiles, cuts=cuts, few=few)
+            assert not any(bool(counters.any()) for made in pieces._made.values() for counters in made)
 
 
 @on_devices
@@ -166,14 +174,14 @@ def test_shares_are_equal_and_miss_nothing(device: str, lengths: list[int], wind
 
 @on_devices
 def test_counters_grow_without_moving_those_in_use(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_made", {})
-    monkeypatch.setattr(decode, "_LEAST_COUNTERS", 4)
-    few = decode._counters(torch.device(device), 3)
-    assert decode._counters(torch.device(device), 4) is few
-    many = decode._counters(torch.device(device), 5)
+    monkeypatch.setattr(pieces, "_made", {})
+    monkeypatch.setattr(pieces, "_LEAST_COUNTERS", 4)
+    few = pieces.counters(torch.device(device), 3)
+    assert pieces.counters(torch.device(device), 4) is few
+    many = pieces.counters(torch.device(device), 5)
     assert len(many) == 5
-    assert decode._counters(torch.device(device), 2) is many
-    assert any(few is made for (made, _) in decode._made.values())  # graphs may hold its address
+    assert pieces.counters(torch.device(device), 2) is many
+    assert any(few is made for (made, _) in pieces._made.values())  # graphs may hold its address
 
 
 @on_devices

@@ -11,7 +11,7 @@ from torch import Tensor
 from rollout.engine import reference_layers
 
 pytest.importorskip("triton")
-from rollout.engine.kernels import few, layer_ops, pointwise, tuning
+from rollout.engine.kernels import few_products, layer_ops, pointwise, tuning
 
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 on_devices = pytest.mark.parametrize(
@@ -157,10 +157,10 @@ def test_products_of_few_tokens(
     x = random(tokens, inputs, device=device, dtype=dtype)
     weight = random(2 * outputs, inputs, device=device, dtype=dtype, seed=1) * inputs**-0.5
     expected = x.double() @ weight.double().T
-    assert relative(few.linear(x, weight), expected) < TOLERANCE[dtype]
+    assert relative(few_products.linear(x, weight), expected) < TOLERANCE[dtype]
     gate, up = expected.chunk(2, dim=1)
-    assert relative(few.linear(x, weight, gated=True), reference_layers.silu_mul(gate, up)) < TOLERANCE[dtype]
-    parts = few.partial_linear(x, weight)
+    assert relative(few_products.linear(x, weight, gated=True), reference_layers.silu_mul(gate, up)) < TOLERANCE[dtype]
+    parts = few_products.partial_linear(x, weight)
     assert parts.dtype == torch.float32
     assert parts.shape == (-(-inputs // 2048), tokens, 2 * outputs)
     assert relative(parts.double().sum(0), expected) < 1e-5

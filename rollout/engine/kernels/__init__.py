@@ -48,31 +48,25 @@ def paged_decode(
     window: int = 0,
     softcap: float = 0.0,
     cuts: Tensor | None = None,
-    early: bool = False,
 ) -> Tensor:
-    """Attention of one query a row over the row's cache. See `reference.paged_decode`.
-
-    `cuts` are from `decode_cuts`; `early`: launched before its predecessor has ended, see `kernels.early`.
-    """
+    """Attention of one query a row over its cache. See `reference.paged_decode`. `cuts` are from `decode_cuts`."""
     how: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap}
     if query.is_cuda:
         from rollout.engine.kernels import decode
 
-        return decode.paged_decode(
-            query, k_cache, v_cache, block_table, token_row, position, **how, cuts=cuts, early=early
-        )
+        return decode.paged_decode(query, k_cache, v_cache, block_table, token_row, position, **how, cuts=cuts)
     return reference.paged_decode(query, k_cache, v_cache, block_table, token_row, position, **how)
 
 
 def decode_cuts(token_row: Tensor, position: Tensor, k_cache: Tensor, *, window: int, early: bool) -> Tensor | None:
-    """How the step's KV is shared among programs: what all layers with this window hand to `paged_decode`.
+    """How the step's KV is shared among programs: what all layers with this window hand to their attention.
 
     Args:
         token_row: int32 [rows].
         position: int32 [rows].
         k_cache: [blocks, kv heads, block size, head dim], of any layer.
         window: how many positions back a row sees, itself included; 0: all.
-        early: whether `paged_decode` is.
+        early: whether attention is that for few rows, `kernels.few_attention`, and not `paged_decode`.
 
     Returns:
         None where the implementation needs no such thing.

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.engine import reference_layers
+from rollout.engine import kernels, reference_layers
 from rollout.engine.kernels import tuning
 
-__all__ = ["add_norm", "few_linear", "partial_linear", "rope_write", "silu_mul", "takes_few"]
+__all__ = [
+    "add_norm",
+    "decode_attention",
+    "few_attention",
+    "few_linear",
+    "few_partial_linear",
+    "partial_linear",
+    "rope_write",
+    "silu_mul",
+    "takes_few",
+]
 
 
 def product_splits(tokens: int, inputs: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
@@ -24,20 +36,15 @@ def product_splits(tokens: int, inputs: int, dtype: torch.dtype) -> tuple[int, t
     return (splits, sums) if usable else (1, dtype)
 
 
-def partial_linear(x: Tensor, weight: Tensor, *, few: bool = False) -> Tensor:
+def partial_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [tokens, inputs] @ weight [outputs, inputs].T, as partial sums that `add_norm` adds up.
 
     A library's product of few tokens fills the GPU badly where `outputs` is small, and shares its inner dimension by
     way of one more kernel. As a batch of products over parts of it, the next kernel adds the parts up for nothing.
-    `few`: by the product for few tokens.
 
     Returns:
         [splits, tokens, outputs].
     """
-    if few:
-        from rollout.engine.kernels.few import partial_linear as few_partial_linear
-
-        return few_partial_linear(x, weight)
     tokens, inputs = x.shape
     splits, dtype = product_splits(tokens, inputs, x.dtype) if x.is_cuda else (1, x.dtype)
     if splits == 1:
@@ -47,20 +54,26 @@ def partial_linear(x: Tensor, weight: Tensor, *, few: bool = False) -> Tensor:
     return torch.bmm(parts, weights, out_dtype=dtype)
 
 
-def takes_few(x: Tensor) -> bool:
-    """Whether x [tokens, hidden] has so few tokens that the products of `kernels.few` are the faster ones."""
-    tokens, hidden = x.shape
-    if not x.is_cuda or torch.cuda.get_device_capability(x.device) < (9, 0):  # which programmatic launches begin with
+def takes_few(tokens: int, norm: Tensor) -> bool:
+    """Whether a decode step of so few tokens is faster in the kernels for few. `norm`: a norm's weight, [hidden]."""
+    if not norm.is_cuda or torch.cuda.get_device_capability(norm.device) < (9, 0):  # where programmatic launches begin
         return False
-    narrow = x.dtype in (torch.bfloat16, torch.float16)
-    return narrow and tokens <= tuning.FEW_TOKENS and hidden <= tuning.FEW_WIDTH
+    narrow = norm.dtype in (torch.bfloat16, torch.float16) and norm.shape[0] <= tuning.FEW_WIDTH
+    return narrow and tokens <= tuning.FEW_TOKENS
 
 
 def few_linear(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tensor:
-    """The product of few tokens. See `kernels.few.linear`."""
-    from rollout.engine.kernels import few
+    """The product of few tokens. See `kernels.few_products.linear`."""
+    from rollout.engine.kernels import few_products
 
-    return few.linear(x, weight, gated=gated)
+    return few_products.linear(x, weight, gated=gated)
+
+
+def few_partial_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`partial_linear` of few tokens. See `kernels.few_products.partial_linear`."""
+    from rollout.engine.kernels import few_products
+
+    return few_products.partial_linear(x, weight)
 
 
 def add_norm(residual: Tensor, partial: Tensor | None, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:
@@ -106,3 +119,53 @@ def rope_write(
 
         return pointwise.rope_write(q, k, v, biases, norms, eps, cos_sin, *where, early=early)
     return reference_layers.rope_write(q, k, v, biases, norms, eps, cos_sin, *where)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: tuple[Tensor, Tensor, Tensor] | None,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos_sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    token_row: Tensor,
+    position: Tensor,
+    *,
+    scaling: float,
+    window: int,
+    cuts: Tensor | None,
+) -> Tensor:
+    """A decode step's `rope_write` and attention, in one kernel where that pays: [rows, heads, head dim]."""
+    heads = (q, k, v, biases, norms, eps, cos_sin)
+    where = (k_cache, v_cache, block_table, token_row, position)
+    how: dict[str, Any] = {"scaling": scaling, "window": window, "cuts": cuts}
+    _, kv_heads, _, head_dim = k_cache.shape
+    sizes = (q.shape[0], kv_heads, head_dim, q.element_size())
+    if q.is_cuda and tuning.fuses_attention(*sizes, tuning.sm_count(q.device)):
+        from rollout.engine.kernels import fused_attention
+
+        return fused_attention.attend(*heads, *where, **how)
+    return kernels.paged_decode(rope_write(*heads, *where), *where, **how)
+
+
+def few_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    token_row: Tensor,
+    position: Tensor,
+    *,
+    scaling: float,
+    window: int,
+    cuts: Tensor | None,
+) -> Tensor:
+    """A decode step's attention of few rows: [rows, heads, head dim]. See `kernels.few_attention.paged_decode`."""
+    from rollout.engine.kernels import few_attention
+
+    where = (k_cache, v_cache, block_table, token_row, position)
+    return few_attention.paged_decode(query, *where, scaling=scaling, window=window, cuts=cuts)

@@ -2,7 +2,9 @@
 
 A layer is nine kernels: one product for q, k and v; biases, q/k-norm, rotary position and KV write; attention; the
 output product; residual and norm; one product for gate and up; SiLU and multiply; the down product; residual and norm.
-With few tokens it is eight, each launched before the one before it has ended (see `rollout.engine.kernels.early`).
+Two of them are one where that pays: the second and third in a decode step (`rollout.engine.kernels.fused_attention`),
+or, with few tokens, the sixth and seventh. These are launched before the one before them has ended (see
+`rollout.engine.kernels.early`).
 It reads the module's parameters where they are, so whatever shares or exchanges them goes on working. What isn't a
 dense Llama, Mistral, Qwen2, Qwen3 or SmolLM3 keeps the module's own forward.
 """
@@ -31,22 +33,26 @@ class Joined:
         self.sizes = [w.shape[0] for w in weights]
         self.whole = joined(weights)
 
-    def products(self, x: Tensor, *, few: bool = False) -> list[Tensor]:
-        """[tokens, inputs] to [tokens, outputs] for each weight; columns of one tensor where they are joined.
-
-        `few`: by the products for few tokens.
-        """
-        linear = layer_ops.few_linear if few else F.linear
+    def products(self, x: Tensor) -> list[Tensor]:
+        """[tokens, inputs] to [tokens, outputs] for each weight; columns of one tensor where they are joined."""
         if self.whole is None:
-            return [linear(x, weight) for weight in self.weights]
-        return list(linear(x, self.whole).split(self.sizes, dim=1))
+            return [F.linear(x, weight) for weight in self.weights]
+        return list(F.linear(x, self.whole).split(self.sizes, dim=1))
 
-    def gated(self, x: Tensor, *, few: bool = False) -> Tensor:
-        """silu(x @ gate) * (x @ up), where these are the weights. `few`: by the products for few tokens."""
-        if few and self.whole is not None:
-            return layer_ops.few_linear(x, self.whole, gated=True)
-        gate, up = self.products(x, few=few)
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(x @ gate) * (x @ up), where these are the weights."""
+        gate, up = self.products(x)
         return layer_ops.silu_mul(gate, up)
+
+    def few_products(self, x: Tensor) -> list[Tensor]:
+        """The same for few tokens, by an early kernel; only for weights that are joined."""
+        assert self.whole is not None
+        return list(layer_ops.few_linear(x, self.whole).split(self.sizes, dim=1))
+
+    def few_gated(self, x: Tensor) -> Tensor:
+        """The same for few tokens, by an early kernel; only for weights that are joined."""
+        assert self.whole is not None
+        return layer_ops.few_linear(x, self.whole, gated=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,9 @@ class _Layer:
     window: int
     rope: bool
     scaling: float
+
+
+_HeadWork = tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, Tensor] | None, float, Tensor | None]
 
 
 def obstacle(module: nn.Module) -> str | None:
@@ -113,38 +122,64 @@ class FusedDecoder:
             step: where the tokens stand in the cache.
             last: int64 [rows], or None.
         """
+        few = step.query_start is None and self._takes_few(token_ids.shape[0])
+        if few:
+            for window in {layer.window for layer in self.layers}:  # before the last ordinary kernel, for see `early`
+                step.cuts(window, early=True)
         # [tokens, hidden], the residual stream; cast only where the table is tied to a head of another dtype
         x = F.embedding(token_ids, self.embedding).to(self.final_norm.dtype)
-        few = step.query_start is None and layer_ops.takes_few(x)  # then kernels are launched before those before end
-        if few:  # what they read before they wait has to be there before the last ordinary kernel starts
-            for layer in self.layers:
-                step.cuts(layer.window, True)
-        h = layer_ops.add_norm(x, None, self.layers[0].attention_norm, self.eps)
-        following = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
-        for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            k_cache, v_cache = step.layer(index)
-            q, k, v = layer.qkv.products(h, few=few)
-            q = layer_ops.rope_write(
-                q,
-                k,
-                v,
-                layer.biases,
-                layer.head_norms,
-                self.eps,
-                self.cos_sin if layer.rope else None,
-                k_cache,
-                v_cache,
-                step.block_table,
-                step.token_row,
-                step.position,
-                early=few,
-            )
-            attended = attend(q, step, index, scaling=layer.scaling, window=layer.window, early=few)
-            y = layer_ops.partial_linear(attended.flatten(1), layer.output, few=few)
-            h = layer_ops.add_norm(x, y, layer.mlp_norm, self.eps, early=few)
-            y = layer_ops.partial_linear(layer.gate_up.gated(h, few=few), layer.down, few=few)
-            h = layer_ops.add_norm(x, y, next_norm, self.eps, early=few)
+        h = self._few(x, step) if few else self._many(x, step)
         return self._logits(h if last is None else h.index_select(0, last))
+
+    def _many(self, x: Tensor, step: PagedStep) -> Tensor:
+        """The layers: normalised residual stream, [tokens, hidden]."""
+        h = layer_ops.add_norm(x, None, self.layers[0].attention_norm, self.eps)
+        for index, (layer, next_norm) in enumerate(zip(self.layers, self._next_norms(), strict=True)):
+            q, k, v = layer.qkv.products(h)
+            attended = self._attend(q, k, v, layer, index, step)
+            y = layer_ops.partial_linear(attended.flatten(1), layer.output)
+            h = layer_ops.add_norm(x, y, layer.mlp_norm, self.eps)
+            y = layer_ops.partial_linear(layer.gate_up.gated(h), layer.down)
+            h = layer_ops.add_norm(x, y, next_norm, self.eps)
+        return h
+
+    def _few(self, x: Tensor, step: PagedStep) -> Tensor:
+        """The layers of a decode step of few tokens, as a chain of early kernels."""
+        h = layer_ops.add_norm(x, None, self.layers[0].attention_norm, self.eps)
+        for index, (layer, next_norm) in enumerate(zip(self.layers, self._next_norms(), strict=True)):
+            q, k, v = layer.qkv.few_products(h)
+            attended = self._few_attend(q, k, v, layer, index, step)
+            y = layer_ops.few_partial_linear(attended.flatten(1), layer.output)
+            h = layer_ops.add_norm(x, y, layer.mlp_norm, self.eps, early=True)
+            y = layer_ops.few_partial_linear(layer.gate_up.few_gated(h), layer.down)
+            h = layer_ops.add_norm(x, y, next_norm, self.eps, early=True)
+        return h
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: _Layer, index: int, step: PagedStep) -> Tensor:
+        """From the products for q, k and v to what heads attended, [tokens, heads, head dim]."""
+        heads = (q, k, v, *self._heads(layer))
+        how: dict[str, Any] = {"scaling": layer.scaling, "window": layer.window}
+        if step.query_start is not None:
+            return attend(layer_ops.rope_write(*heads, *step.where(index)), step, index, **how)
+        return layer_ops.decode_attention(*heads, *step.where(index), **how, cuts=step.cuts(layer.window))
+
+    def _few_attend(self, q: Tensor, k: Tensor, v: Tensor, layer: _Layer, index: int, step: PagedStep) -> Tensor:
+        """The same by early kernels."""
+        where, cuts = step.where(index), step.cuts(layer.window, early=True)
+        q = layer_ops.rope_write(q, k, v, *self._heads(layer), *where, early=True)
+        return layer_ops.few_attention(q, *where, scaling=layer.scaling, window=layer.window, cuts=cuts)
+
+    def _heads(self, layer: _Layer) -> _HeadWork:
+        """What is done to queries, keys and values."""
+        return layer.biases, layer.head_norms, self.eps, self.cos_sin if layer.rope else None
+
+    def _next_norms(self) -> list[Tensor]:
+        """The norm that follows each layer."""
+        return [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
+
+    def _takes_few(self, tokens: int) -> bool:
+        joined = all(layer.qkv.whole is not None and layer.gate_up.whole is not None for layer in self.layers)
+        return joined and layer_ops.takes_few(tokens, self.final_norm)
 
     def _logits(self, h: Tensor) -> Tensor:
         """[rows, hidden] to [rows, vocabulary], in the head's dtype."""
