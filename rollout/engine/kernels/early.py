@@ -6,8 +6,9 @@ fetches what none before it in the chain writes (weights, keys and values of ear
 then calls `wait`. So a kernel's data are on their way while its input is still being computed.
 
 NOTE: a chain is only right if in each of its kernels some program waits: then what ran before a kernel's predecessor
-has ended, too, when its own `wait` returns. And before the wait a kernel may read only what was there before the
-chain's first kernel, which follows an ordinary one and so starts when all before it have ended.
+has ended, too, when its own `wait` returns. And before the wait a kernel may read only what was there when the last
+ordinary kernel before the chain started. What that one writes may be on its way yet: the chain's first kernel is
+launched when its programs have ended, and only a wait makes sure that their stores are to be seen.
 """
 
 from __future__ import annotations

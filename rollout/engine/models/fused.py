@@ -124,7 +124,8 @@ class FusedDecoder:
         """
         few = step.query_start is None and self._takes_few(token_ids.shape[0])
         if few:
-            for window in {layer.window for layer in self.layers}:  # before the last ordinary kernel, for see `early`
+            # Attention reads cuts before it waits, so they come before the last ordinary kernel: see `kernels.early`.
+            for window in {layer.window for layer in self.layers}:
                 step.cuts(window, early=True)
         # [tokens, hidden], the residual stream; cast only where the table is tied to a head of another dtype
         x = F.embedding(token_ids, self.embedding).to(self.final_norm.dtype)
