@@ -135,6 +135,51 @@ def test_saving_and_loading_go_on(tmp_path: Path) -> None:
         assert [c.token_ids for group in worker.generate(PROMPTS, PARAMS) for c in group] == tokens(twin)
 
 
+def test_checkpoints_of_accelerate_hold_every_weight(tmp_path: Path) -> None:
+    """What takes tensors of one storage for one would keep q and leave k and v out, without an error."""
+    accelerate = pytest.importorskip("accelerate")
+    safetensors = pytest.importorskip("safetensors.torch")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, twin = tiny("llama", seed=1), tiny("llama", seed=1)
+    prepared = accelerator.prepare(model)
+    accelerator.save_state(str(tmp_path / "before"))
+    worker, _ = worker_and_module(model)
+    with worker:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        accelerator.load_state(str(tmp_path / "before"))
+        assert worker.exchange(model).copied == 0, "it was loaded in place"
+        for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(a, b), name
+        accelerator.save_model(prepared, str(tmp_path / "during"))
+    safetensors.save_model(model, str(tmp_path / "after.safetensors"))
+    for file in (tmp_path / "during" / "model.safetensors", tmp_path / "after.safetensors"):
+        saved = safetensors.load_file(file)
+        assert saved.keys() == dict(twin.named_parameters()).keys()
+        assert all(torch.equal(saved[name], parameter) for name, parameter in twin.named_parameters())
+
+
+def test_two_engines_share_a_learners_joined_projections() -> None:
+    model = tiny("qwen3")
+    first, module = worker_and_module(model)
+    with first:
+        pointers = [p.data_ptr() for p in model.parameters()]
+        second, other = worker_and_module(model)
+        with second:
+            assert [p.data_ptr() for p in model.parameters()] == pointers
+            assert join_projections(other) == 4, "the buffers that are there are found"
+            with torch.no_grad():
+                model.model.layers[0].self_attn.v_proj.weight.mul_(3.0)
+            for worker in (first, second):
+                assert worker.exchange(model).copied == 0
+                assert [c.token_ids for group in worker.generate(PROMPTS, PARAMS) for c in group] == tokens(model)
+    third, module = worker_and_module(model)  # nobody keeps the buffers any more
+    with third:
+        assert join_projections(module) == 4
+        assert third.exchange(model).copied == 0
+
+
 def test_a_learner_that_moves_away_is_copied_from() -> None:
     model = tiny("llama")
     worker, _ = worker_and_module(model)
