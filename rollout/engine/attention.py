@@ -30,7 +30,7 @@ class PagedStep:
     query_start: Tensor | None = None  # int32 [seqs + 1] in a prefill; None: one token a row
     seq_row: Tensor | None = None  # int32 [seqs] in a prefill
     max_query_len: int = 1
-    layers_seen: set[int] = field(default_factory=set)  # which layers called, to check a model once
+    windows: dict[int, int] = field(default_factory=dict)  # of the layers that have attended, to check a model
     _cuts: dict[tuple[int, bool], Tensor | None] = field(default_factory=dict)  # by window and `early`
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,17 @@ def paged_attention(
         if kwargs.get(unsupported) is not None:
             raise ValueError(f"{type(module).__name__} uses {unsupported!r}, which paged attention doesn't support")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    paged.layers_seen.add(layer)
+    if attention_mask is not None:
+        raise ValueError(
+            f"{type(module).__name__} makes a mask of its own, which paged attention doesn't know: rollout can't run "
+            "this model"
+        )
+    if layer in paged.windows:
+        raise ValueError(
+            f"layer {layer} of {type(module).__name__} attends twice in one pass, but there is one place in the KV "
+            "cache for it: rollout can't run this model"
+        )
+    paged.windows[layer] = sliding_window or 0
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [tokens, heads, head dim]
     k_cache, v_cache = paged.layer(layer)
     expected = (k_cache.shape[1], k_cache.shape[3])

@@ -212,6 +212,11 @@ def _other(family: str, cls: str, **config: Any) -> Any:
         return getattr(transformers, cls)(getattr(transformers, f"{family}Config")(**config))
 
 
+def _bert(family: str, cls: str, **config: Any) -> Any:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    return getattr(transformers, cls)(getattr(transformers, f"{family}Config")(vocab_size=128, **sizes, **config))
+
+
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
@@ -231,6 +236,8 @@ REFUSED = {
     "huge heads": (lambda: tiny("qwen3", head_dim=272), "multiple of 16"),
     "sinks": (_gpt_oss, "sinks"),
     "bidirectional": (lambda: _with("use_bidirectional_attention", True, "gemma3"), "later tokens"),
+    "encoder": (lambda: _bert("Bert", "BertLMHeadModel", is_decoder=False), "later tokens"),
+    "positions of Roberta": (lambda: _bert("Roberta", "RobertaForCausalLM", is_decoder=True), "padding token's id"),
     "dynamic rope": (lambda: _with("rope_parameters", _DYNAMIC), "neighbours"),
     "no head": (lambda: tiny("llama").model, "logits_to_keep"),
     "quantised config": (lambda: _with("quantization_config", {"quant_method": "bitsandbytes"}), "quantised"),

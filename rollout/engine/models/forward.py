@@ -62,7 +62,8 @@ def choose(
         probe: makes a prefill step of two tokens whose keys and values nobody will read.
 
     Raises:
-        ValueError: not every layer came through paged attention, or the module computes more logits than asked for.
+        ValueError: not every layer came through paged attention, once and without a mask, or with its window, or the
+            module computes more logits than asked for.
     """
     forward = ModuleForward(module)
     step = probe()
@@ -70,11 +71,18 @@ def choose(
     token_ids = torch.tensor([1, 2], dtype=torch.int32, device=device)
     last = torch.tensor([1], device=device)
     expected = forward(token_ids, step, last)
-    missing = sorted(set(range(num_layers)) - step.layers_seen)
+    missing = sorted(set(range(num_layers)) - step.windows.keys())
     if missing:
         raise ValueError(
             f"layers {missing} of {type(module).__name__} have no attention that goes through transformers' "
             "AttentionInterface (state-space, linear or custom attention?): rollout can't run this model"
+        )
+    config: Any = module.config
+    window, by_layer = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if window and window < max_positions and not by_layer and not any(step.windows.values()):
+        raise ValueError(
+            f"{type(module).__name__} has a sliding window of {window} in its mask alone, which rollout doesn't run: "
+            "set config.sliding_window to None, or max_model_len to no more than the window"
         )
     if expected.shape[0] != 1:
         raise ValueError(f"{type(module).__name__} ignores logits_to_keep: rollout can't run this model")

@@ -75,7 +75,7 @@ def check_learner(model: Any, named: Mapping[str, Source], dtype: torch.dtype) -
 
 
 def check_skeleton(skeleton: nn.Module) -> None:
-    """Raises ValueError for what only the built modules tell: sinks, and layers whose heads differ."""
+    """Raises ValueError for what only the built modules tell: sinks, later tokens, positions, heads that differ."""
     name = type(skeleton).__name__
     sinks = [n for n, _ in skeleton.named_parameters() if n.rpartition(".")[2] in ("sinks", "sink")]
     if sinks:
@@ -83,12 +83,19 @@ def check_skeleton(skeleton: nn.Module) -> None:
     shape = model_shape(skeleton)
     layers: set[int] = set()
     for path, module in skeleton.named_modules():
+        if getattr(module, "is_causal", True) is False:
+            raise ValueError(
+                f"{name} attends to later tokens ({path}), so it can't be decoded token by token: load a causal model "
+                "(of BERT's kind: one with config.is_decoder)"
+            )
+        if path.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            raise ValueError(
+                f"{name} counts positions from its padding token's id on ({path}), and rollout from 0: it can't be run"
+            )
         head_dim, layer = getattr(module, "head_dim", None), getattr(module, "layer_idx", None)
         if not isinstance(head_dim, int) or not isinstance(layer, int):
             continue
         layers.add(layer)
-        if getattr(module, "is_causal", True) is False:
-            raise ValueError(f"{name} attends to later tokens ({path}), so it can't be decoded token by token")
         widths = [getattr(getattr(module, p, None), "out_features", None) for p in ("k_proj", "v_proj")]
         wrong = [w for w in widths if w is not None and w != shape.kv_heads * shape.head_dim]
         if head_dim != shape.head_dim or wrong:
