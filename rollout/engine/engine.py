@@ -206,6 +206,7 @@ class Engine:
                 self._ended_early += self.drain()  # a capture runs through the slots' buffers
                 self.capture(filtered=True)
             if not self.scheduler.has_work:
+                self._ended_early += self.drain()  # a step may be in flight whose rows have all ended meanwhile
                 self.begin_phase()
             for request in requests:
                 self.scheduler.add(request)

@@ -105,10 +105,11 @@ class Scheduler:
                 f"to {self.max_model_len - prompt} or raise EngineConfig.max_model_len"
             )
         if (blocks := -(-wanted // self.block_size)) > self.blocks.capacity:
+            room = self.blocks.capacity * self.block_size - prompt
             raise ValueError(
                 f"prompt {request.group} ({prompt} tokens) with max_tokens={request.params.max_tokens} needs {blocks} "
-                f"KV blocks, the cache has {self.blocks.capacity}: lower max_tokens to "
-                f"{self.blocks.capacity * self.block_size - prompt} or give the cache more memory "
+                f"KV blocks, the cache has {self.blocks.capacity}: "
+                f"{f'lower max_tokens to {room}' if room > 0 else 'shorten the prompt'} or give the cache more memory "
                 "(EngineConfig.kv_cache_fraction, kv_cache_bytes)"
             )
 
@@ -287,6 +288,7 @@ class Scheduler:
         live = np.flatnonzero(self.rows.occupied)
         assert live.size > 1, "one sequence alone always fits: check() saw to that"
         self.preempt(int(live[np.argmax(self.rows.order[live])]))
+        self.counters.preemptions += 1
 
     def preempt(self, row: int) -> None:
         """Sends the sequence in `row` back to the head of the queue. It keeps its tokens and recomputes its KV.
@@ -294,11 +296,10 @@ class Scheduler:
         A token in flight is dropped, and sampled again alike: random numbers are keyed by position.
         """
         self.waiting.appendleft(self._leave(row))
-        self.counters.preemptions += 1
 
-    def preempt_all(self) -> None:
-        """Preempts every running sequence, so that the oldest is resumed first."""
-        for sequence in sorted(self.rows.live(), key=lambda s: -s.order):
+    def preempt_all(self, sequences: list[Sequence] | None = None) -> None:
+        """Preempts every running sequence, or these, so that the oldest is resumed first."""
+        for sequence in sorted(self.rows.live() if sequences is None else sequences, key=lambda s: -s.order):
             self.preempt(sequence.row)
 
     def _leave(self, row: int) -> Sequence:
@@ -364,10 +365,10 @@ class Scheduler:
         """Says that tokens from now on come from `version`. Nothing may be in flight.
 
         Unless `keep_kv`, what was computed under older weights is given up: prefixes are forgotten, and running
-        sequences go back to the queue to be computed again.
+        sequences go back to the queue to be computed again. So do, in any case, those whose prompt is computed in part:
+        its blocks are yet to be shared, and belong to no one version.
         """
-        if not keep_kv:
-            self.preempt_all()
+        self.preempt_all([self.rows.sequence_in(row) for row in self._prefilling] if keep_kv else None)
         self.blocks.forget_prefixes()
         self.version = version
         for sequence in self.rows.live():

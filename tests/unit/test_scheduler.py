@@ -306,6 +306,23 @@ def test_a_new_version_in_the_middle_of_a_sequence(keep_kv: bool) -> None:
     assert scheduler.counters.cached_prompt_tokens == 0, "old weights' keys never serve new ones"
 
 
+def test_a_new_version_computes_prompts_anew_that_are_computed_in_part() -> None:
+    """Blocks that straddle two versions would be shared as if of the new one, also where running KV is kept."""
+    scheduler = make(max_prefill_tokens=6)
+    for sample in range(2):
+        scheduler.add(Request(tuple(range(10, 30)), SamplingParams(max_tokens=2, n=2), key=(1, sample), sample=sample))
+    batch = scheduler.schedule()
+    assert batch is not None and batch.position.tolist() == [*range(6)]
+    answer(scheduler, batch)
+    scheduler.new_version(1, keep_kv=True)
+    scheduler.check_conservation()
+    batch = scheduler.schedule()
+    assert batch is not None and batch.position.tolist() == [*range(6)], "from the first token again"
+    answer(scheduler, batch)
+    assert {e.completion.versions for e in run(scheduler, overlap=False)} == {(VersionRun(1, 2),)}
+    assert scheduler.counters.preemptions == 0, "those are for want of blocks"
+
+
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
@@ -322,6 +339,8 @@ def test_what_can_never_run_is_refused(wanted: Request, message: str) -> None:
 def test_what_the_cache_cannot_hold_is_refused() -> None:
     with pytest.raises(ValueError, match=r"needs 5 KV blocks, the cache has 4: lower max_tokens to 11"):
         make(num_blocks=5).check(request(length=5, max_tokens=12))
+    with pytest.raises(ValueError, match=r"needs 5 KV blocks, the cache has 4: shorten the prompt or give"):
+        make(num_blocks=5).check(request(length=16, max_tokens=4))
 
 
 def test_steady_decoding_touches_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
