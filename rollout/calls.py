@@ -8,7 +8,7 @@ import os
 import struct
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ def make_requests(prompts: Prompts, params: Params, call: int) -> list[Request]:
         call: marks them.
 
     Raises:
-        ValueError: as many params as prompts, or one, are needed.
+        ValueError: as many params as prompts, or one, are needed; or a prompt isn't a list of token ids.
     """
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
@@ -44,6 +44,12 @@ def make_requests(prompts: Prompts, params: Params, call: int) -> list[Request]:
     occurrences: Counter[tuple[int, ...]] = Counter()
     requests = []
     for group, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+        given: object = prompt
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ValueError(
+                f"prompt {group} is {prompt!r}: give a list of prompts, each of them a list of token ids, as "
+                'tokenizer(texts)["input_ids"] is'
+            )
         ids = tuple(int(i) for i in prompt)
         for sample in range(p.n):
             key = random_key(fresh if p.seed is None else p.seed, ids, occurrences[ids])

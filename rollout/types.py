@@ -5,11 +5,14 @@ Everything here is immutable and knows nothing of devices. A sequence's progress
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["eos", "stop", "length", "aborted"]
+
+_LEAST_TEMPERATURE = 1e-6  # below, logits over it may leave float32
 
 MAX_STOP_IDS = 8
 """Stop ids a request may name beside end-of-sequence: they are compared in one vectorised pass a step."""
@@ -44,18 +47,29 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids))
+        if self.seed is not None:
+            try:
+                object.__setattr__(self, "seed", operator.index(self.seed))
+            except TypeError as error:
+                raise ValueError(f"seed must be an integer or None, not {self.seed!r}") from error
         checks = (
             (self.n >= 1, f"n must be at least 1, not {self.n}"),
             (self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}"),
-            (0.0 <= self.temperature < float("inf"), f"temperature must be finite and ≥ 0, not {self.temperature}"),
-            (self.top_k >= 0, f"top_k must be ≥ 0 (0 keeps all), not {self.top_k}"),
+            (
+                self.temperature == 0.0 or _LEAST_TEMPERATURE <= self.temperature < float("inf"),
+                f"temperature must be 0 (greedy), or finite and at least {_LEAST_TEMPERATURE}, not {self.temperature}",
+            ),
+            (0 <= self.top_k < 1 << 31, f"top_k must be ≥ 0 (0 keeps all) and fit 31 bits, not {self.top_k}"),
             (0.0 < self.top_p <= 1.0, f"top_p must lie in (0, 1], not {self.top_p}"),
             (0.0 <= self.min_p <= 1.0, f"min_p must lie in [0, 1], not {self.min_p}"),
             (
                 len(self.stop_token_ids) <= MAX_STOP_IDS,
                 f"stop_token_ids takes at most {MAX_STOP_IDS} ids, not {len(self.stop_token_ids)}",
             ),
-            (all(i >= 0 for i in self.stop_token_ids), f"stop_token_ids must be ≥ 0: {self.stop_token_ids}"),
+            (
+                all(0 <= i < 1 << 31 for i in self.stop_token_ids),
+                f"stop_token_ids must be ≥ 0 and fit 31 bits: {self.stop_token_ids}",
+            ),
         )
         for holds, message in checks:
             if not holds:

@@ -10,6 +10,7 @@ import copy
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -104,6 +105,7 @@ class RolloutWorker:
         self._cost = model_cost(self._engine)
         self._wall = WallClock()
         self._broken_down = copy.copy(self._engine.counters)  # up to here
+        self._uncounted: PhaseMeter | None = None  # what `totals` lacks, while a call is open
 
     # Generating
 
@@ -174,6 +176,7 @@ class RolloutWorker:
         if engine.scheduler.blocks.capacity < checked_blocks:
             engine.check(requests)  # the cache has shrunk since they were let pass
         phase = PhaseMeter(engine, self._cost)
+        self._uncounted = self._uncounted or PhaseMeter(engine)
         progress = CallProgress(engine, phase, len(requests)) if self._progress else None
         self._mail.open(call, len(requests))
         self._wall.enter(GENERATE)
@@ -221,7 +224,11 @@ class RolloutWorker:
 
     def _end_phase(self, phase: PhaseMeter, engine: Engine) -> None:
         self.metrics = phase.metrics(self._version, self._weight_sync_s)
-        self.totals.add(self.metrics)
+        assert self._uncounted is not None
+        # what several calls did together counts in each one's metrics, but once in the run's totals
+        whole = self._uncounted.metrics(self._version, 0.0)
+        self.totals.add(replace(whole, completion_lengths=self.metrics.completion_lengths))
+        self._uncounted = PhaseMeter(engine) if self._mail.any_open else None
         self._weight_sync_s = 0.0
         engine.counters.settle()
         self.breakdown = Breakdown.of(self._wall.lap(), engine.counters.since(self._broken_down))

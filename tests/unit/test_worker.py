@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +63,19 @@ def test_streams_share_the_engine(worker: RolloutWorker) -> None:
     assert [[got[1][2 - g, s] for s in range(2)] for g in range(3)] == expected
 
 
+def test_a_call_within_a_stream_whose_last_step_is_in_flight(worker: RolloutWorker) -> None:
+    """With overlap, a row that has ended by a stop token may run in the next step already when it is given out."""
+    params = SamplingParams(max_tokens=20, ignore_eos=True, seed=3)
+    expected = worker.generate(PROMPTS[1:2], params)[0][0].token_ids
+    (whole,) = worker.generate(PROMPTS[:1], params)[0]
+    stopping = SamplingParams(max_tokens=20, ignore_eos=True, seed=3, stop_token_ids=(whole.token_ids[4],))
+    before = worker.totals.generated_tokens
+    for _, _, completion in worker.stream(PROMPTS[:1], stopping):
+        assert completion.finish_reason == "stop"
+        assert worker.generate(PROMPTS[1:2], params)[0][0].token_ids == expected
+    assert worker.totals.generated_tokens - before == len(completion.token_ids) + len(expected), "each counted once"
+
+
 def test_leaving_a_stream_ends_its_requests_only(worker: RolloutWorker) -> None:
     expected = worker.generate(PROMPTS, PARAMS)
     other = worker.stream(PROMPTS, PARAMS)
@@ -85,10 +99,12 @@ def test_leaving_a_stream_ends_its_requests_only(worker: RolloutWorker) -> None:
         (PROMPTS, SamplingParams(max_tokens=60), r"prompt 0 \(5 tokens\) with max_tokens=60"),
         ([[5, 128]], PARAMS, "token ids outside of the model's 0 to 127"),
         (PROMPTS, [PARAMS], "3 prompts, but 1 SamplingParams"),
+        ([5, 6, 7], PARAMS, "prompt 0 is 5: give a list of prompts"),
+        (["a text"], PARAMS, "prompt 0 is 'a text': give a list of prompts"),
     ],
 )
 def test_bad_input_raises_at_once_and_starts_nothing(
-    worker: RolloutWorker, prompts: list[list[int]], params: Any, message: str
+    worker: RolloutWorker, prompts: Any, params: Any, message: str
 ) -> None:
     running = worker.stream(PROMPTS, PARAMS)
     first = next(running)
@@ -106,12 +122,16 @@ def test_bad_input_raises_at_once_and_starts_nothing(
         ("max_tokens", 0),
         ("temperature", -1.0),
         ("temperature", float("nan")),
+        ("temperature", 1e-40),
+        ("seed", 3.5),
         ("top_k", -1),
+        ("top_k", 1 << 31),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("min_p", -0.1),
         ("stop_token_ids", tuple(range(9))),
         ("stop_token_ids", (-1,)),
+        ("stop_token_ids", (1 << 31,)),
     ],
 )
 def test_sampling_params_out_of_range(field: str, value: Any) -> None:
@@ -263,6 +283,12 @@ def test_random_keys_depend_on_what_is_asked_alone() -> None:
     assert random_key(0, (1, 2), 0) == random_key(0, (1, 2), 0)
     keys = {random_key(seed, ids, n) for seed in (0, 1, -1) for ids in ((1, 2), (2, 1), (1,)) for n in range(4)}
     assert len(keys) == 36
+
+
+def test_numpys_integers_are_seeds() -> None:
+    for seed in (np.int64(3), np.int32(3), np.uint8(3)):
+        assert SamplingParams(seed=seed).seed == 3
+        assert type(SamplingParams(seed=seed).seed) is int
 
 
 def test_no_seed_is_a_fresh_one(worker: RolloutWorker) -> None:
