@@ -107,7 +107,9 @@ class RolloutArguments:
         },
     )
     overlap: bool = field(default=True, metadata={"help": "prepare a step while the device runs the one before"})
-    timeline: str | None = field(default=None, metadata={"help": "write a trace for Perfetto to this file"})
+    timeline: str | None = field(
+        default=None, metadata={"help": "write a trace of the engine for Perfetto to this file"}
+    )
     rollout_log: str | None = field(
         default=None, metadata={"help": "a directory for rollout.jsonl, which python -m rollout.observe.report draws"}
     )
@@ -133,6 +135,8 @@ def parse(argv: list[str] | None = None) -> tuple[GRPOScriptArguments, RolloutAr
         return parser.parse_args_and_config(argv)
 
     parsed = with_defaults(**TRY_OUT)
+    if parsed[1].backend == "trl" and parsed[1].timeline:
+        sys.exit("--timeline traces rollout's engine, which --backend trl leaves out: leave out one of the two.")
     return with_defaults(**REAL_JOB) if parsed[0].dataset_name else parsed
 
 
@@ -413,7 +417,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     if rollout.export_tasks:
         lines = (json.dumps(task) + "\n" for task in make_tasks(rollout, training.seed, tokenizer.eos_token))
-        Path(rollout.export_tasks).write_text("".join(lines))
+        exported = Path(rollout.export_tasks)
+        exported.parent.mkdir(parents=True, exist_ok=True)
+        exported.write_text("".join(lines))
         return
     report = Report()
     if script.dataset_name:
@@ -436,7 +442,7 @@ def main(argv: list[str] | None = None) -> None:
         "quantization_config": get_quantization_config(model),
         "callbacks": [report],
     }
-    timeline = Timeline() if rollout.timeline else None
+    timeline = Timeline() if rollout.timeline and rollout.backend == "rollout" else None
     if rollout.backend == "trl":
         trainer = GRPOTrainer(**arguments)
     else:

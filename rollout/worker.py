@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -388,11 +389,11 @@ class RolloutWorker:
         """The engine, for those who look inside: addresses, captures, counters."""
         return self._open()
 
-    def as_rollout_func(self, **options: Any) -> Callable[..., dict[str, Any]]:
-        """This worker as TRL's `rollout_func`; options are those of `rollout.integrations.trl.rollout_func`."""
+    def as_rollout_func(self, *, log_dir: str | Path | None = None) -> Callable[..., dict[str, Any]]:
+        """This worker as TRL's `rollout_func`; see `rollout.integrations.trl.rollout_func`."""
         from rollout.integrations.trl import rollout_func
 
-        function: Callable[..., dict[str, Any]] = rollout_func(self, **options)
+        function: Callable[..., dict[str, Any]] = rollout_func(self, log_dir=log_dir)
         return function
 
     def close(self) -> None:

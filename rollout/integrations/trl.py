@@ -125,12 +125,18 @@ def attach(
     return worker
 
 
-def rollout_func(worker: RolloutWorker) -> Callable[[list[Any], GRPOTrainer], dict[str, Any]]:
+def rollout_func(
+    worker: RolloutWorker, *, log_dir: str | Path | None = None
+) -> Callable[[list[Any], GRPOTrainer], dict[str, Any]]:
     """`worker` as TRL's `rollout_func=` argument; `RolloutWorker.as_rollout_func()` is the same.
 
     TRL calls this hook "experimental", and on this path it applies neither importance-sampling correction (the sampled
     logprobs are returned and go unused) nor tools: prefer `attach`. Weights are exchanged when the global step has
     moved on.
+
+    Args:
+        worker: made from the trainer's model.
+        log_dir: a line a phase goes to rollout.jsonl in it, for `python -m rollout.observe.report`.
     """
     backend: RolloutBackend | None = None
 
@@ -140,7 +146,7 @@ def rollout_func(worker: RolloutWorker) -> Callable[[list[Any], GRPOTrainer], di
             _check(trainer)
             if trainer.tools:
                 raise ValueError("tools don't reach a rollout_func: use rollout.integrations.trl.attach instead")
-            backend = RolloutBackend(trainer, worker)
+            backend = RolloutBackend(trainer, worker, log_dir)
         prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
         if images is not None:
             raise ValueError("images aren't supported: train on text, or leave generation to TRL")

@@ -64,7 +64,8 @@ def sampling_params(trainer: Any) -> SamplingParams:
     }
     for name, value in (trainer.args.generation_kwargs or {}).items():
         if name in _OVERRIDES:
-            params[_OVERRIDES[name]] = value
+            if value is not None:  # transformers' way to leave a setting alone
+                params[_OVERRIDES[name]] = value
         elif name not in _NO_OPS or value != _NO_OPS[name]:
             raise ValueError(
                 f"generation_kwargs[{name!r}]={value!r} isn't supported. These are: {', '.join(_OVERRIDES)}; "

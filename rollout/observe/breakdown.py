@@ -156,8 +156,8 @@ class Breakdown:
         return {f.name.removesuffix("_s"): float(getattr(self, f.name)) for f in fields(self)}
 
     def to_log(self) -> dict[str, float]:
-        """Names and values for a trainer's log: `time/decode_s` and so on, and the tail as a whole."""
-        return {f"time/{name}_s": seconds for name, seconds in self.parts().items()} | {"time/tail_s": self.tail_s}
+        """Names and values for a trainer's log: `time/decode_s` and so on, which add up to the wall time."""
+        return {f"time/{name}_s": seconds for name, seconds in self.parts().items()}
 
     def __add__(self, other: Breakdown) -> Breakdown:
         return Breakdown(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PEAKS = {  # part of the device's name: (bytes a second, dense bfloat16 operations a second), from data sheets
+    "GH200 144G": (4.9e12, 989e12),
+    "GH200": (4.0e12, 989e12),
     "H200": (4.8e12, 989e12),
     "H100 NVL": (3.9e12, 835e12),
     "H100 PCIe": (2.0e12, 756e12),

@@ -172,6 +172,7 @@ class Timeline:
                 }
             )
         path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
         return path
 

@@ -58,6 +58,11 @@ def test_with_a_dataset_it_is_the_real_job() -> None:
     assert training.steps_per_generation == 64
 
 
+def test_a_timeline_of_what_does_not_run_is_refused() -> None:
+    with pytest.raises(SystemExit, match="leave out one of the two"):
+        grpo_long.parse(["--backend", "trl", "--timeline", "trace.json"])
+
+
 def test_a_config_file_is_over_the_defaults_and_under_the_flags(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("dataset_name: a/b\nmax_completion_length: 99\nkv_cache_fraction: 0.25\n")
     argv = ["--config", str(tmp_path / "run.yaml"), "--max_completion_length", "77"]

@@ -314,14 +314,16 @@ def test_a_phases_progress_is_shown_unless_the_trainer_shows_none(
 
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
 @pytest.mark.parametrize("chat", [False, True])
-def test_rollout_func(make: Make, chat: bool) -> None:
+def test_rollout_func(make: Make, chat: bool, tmp_path: Path) -> None:
     model = tiny("llama")
     with RolloutWorker(model, SMALL) as worker:
-        own = {"rollout_func": worker.as_rollout_func(), "eval_dataset": prompts(4, chat=chat)}
+        function = worker.as_rollout_func(log_dir=tmp_path / "log")
+        own = {"rollout_func": function, "eval_dataset": prompts(4, chat=chat)}
         trainer = make(GRPOTrainer, model=model, data=prompts(chat=chat), own=own, per_device_eval_batch_size=4)
         trainer.train()
         trainer.evaluate()
         assert worker.totals.exchanges == 3
+    assert (tmp_path / "log" / "rollout.jsonl").is_file()
     assert [entry["rollout/policy_version"] for entry in steps(trainer)] == [1, 2]
     assert DIFFERENCE not in steps(trainer)[0]  # this way in has no correction
 

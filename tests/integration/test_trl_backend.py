@@ -125,6 +125,8 @@ def test_generation_kwargs_override_and_no_ops_pass() -> None:
     kwargs = {"top_p": 0.5, "max_new_tokens": 4, "stop_token_ids": [9], "seed": 3, "do_sample": True, "num_beams": 1}
     params = sampling_params(fake_trainer(args={"generation_kwargs": kwargs}))
     assert (params.top_p, params.max_tokens, params.stop_token_ids, params.seed) == (0.5, 4, (9,), 3)
+    unset = fake_trainer(args={"generation_kwargs": dict.fromkeys(("top_p", "top_k", "seed"))})
+    assert sampling_params(unset) == sampling_params(fake_trainer()), "None leaves a setting alone"
 
 
 @pytest.mark.parametrize(

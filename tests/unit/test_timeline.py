@@ -117,7 +117,7 @@ def test_the_trace_says_what_was_recorded(tmp_path):
     timeline.device("h2d", "in", 7, 1000.001, 1000.0015)
     timeline.device("compute", "decode 32", 7, 1000.002, 1000.012)
     timeline.device("d2h", "out", 7, 1000.012, 1000.0125)
-    path = timeline.write_trace(tmp_path / "steps.json")
+    path = timeline.write_trace(tmp_path / "made" / "on the way" / "steps.json")
 
     events = json.loads(path.read_text())["traceEvents"]
     lane = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
