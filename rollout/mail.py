@@ -31,8 +31,10 @@ class Mail:
         self._outstanding[call] = requests
 
     def deliver(self, ended: list[Ended]) -> None:
-        """Sorts ended requests by call."""
+        """Sorts ended requests by call. A call that was closed meanwhile wants none."""
         for one in ended:
+            if one.request.call not in self._outstanding:
+                continue
             self._outstanding[one.request.call] -= 1
             self._ended[one.request.call].append(one)
 

@@ -114,6 +114,8 @@ class Engine:
         self._ended_early: list[Ended] = []
         self._steps = 0
         self._failure: BaseException | None = None
+        self._working = 0  # how deep in the engine's own work the host is
+        self._left: list[int] = []  # calls that were left meanwhile
         self.asleep = False
         self.capture(filtered=False, on_capture=on_capture)
 
@@ -224,7 +226,13 @@ class Engine:
             raise ValueError(f"prompt {request.group} has token ids outside of the model's 0 to {vocabulary - 1}")
 
     def abort(self, call: int) -> list[Ended]:
-        """Ends all sequences of one call, with what they have."""
+        """Ends all sequences of one call, with what they have.
+
+        In the midst of a step, where Python may close a stream that nobody holds, they end behind it, and unseen.
+        """
+        if self._working:
+            self._left.append(call)
+            return []
         return self.scheduler.abort(call)
 
     @property
@@ -366,8 +374,13 @@ class Engine:
     def _failing_whole(self) -> Iterator[None]:
         """Whatever breaks the loop breaks it for every caller, with the same cause."""
         self._raise_failure()
+        self._working += 1
         try:
             yield
         except BaseException as error:
             self._failure = error
             raise
+        finally:
+            self._working -= 1
+            while self._left and not self._working and self._failure is None:
+                self.scheduler.abort(self._left.pop())

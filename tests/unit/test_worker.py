@@ -76,6 +76,31 @@ def test_a_call_within_a_stream_whose_last_step_is_in_flight(worker: RolloutWork
     assert worker.totals.generated_tokens - before == len(completion.token_ids) + len(expected), "each counted once"
 
 
+def test_a_stream_may_be_closed_in_the_middle_of_a_step(worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python's collector does with one that stands in a cycle of references, whenever it pleases."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True, seed=3)
+    expected = tokens(worker.generate(PROMPTS, params))
+    abandoned = worker.stream(PROMPTS, params)  # its rows end in the same steps
+    running = worker.stream(PROMPTS, params)
+    first = next(running)
+    next(abandoned)
+    scheduler = worker.engine.scheduler
+    end, ends = scheduler._end, []
+
+    def ending(*args: Any, **options: Any) -> Any:
+        if not ends:
+            abandoned.close()
+        ends.append(args)
+        return end(*args, **options)
+
+    monkeypatch.setattr(scheduler, "_end", ending)
+    rest = sorted([first, *running])
+    assert [[completion.token_ids] for _, _, completion in rest] == expected
+    assert not worker.engine.has_work and not scheduler.has_work
+    scheduler.check_conservation()
+    assert tokens(worker.generate(PROMPTS, params)) == expected
+
+
 def test_leaving_a_stream_ends_its_requests_only(worker: RolloutWorker) -> None:
     expected = worker.generate(PROMPTS, PARAMS)
     other = worker.stream(PROMPTS, PARAMS)
