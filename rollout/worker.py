@@ -177,7 +177,7 @@ class RolloutWorker:
         if engine.scheduler.blocks.capacity < checked_blocks:
             engine.check(requests)  # the cache has shrunk since they were let pass
         phase = PhaseMeter(engine, self._cost)
-        self._uncounted = self._uncounted or PhaseMeter(engine)
+        self._uncounted = self._uncounted or phase
         progress = CallProgress(engine, phase, len(requests)) if self._progress else None
         self._mail.open(call, len(requests))
         self._wall.enter(GENERATE)
@@ -227,7 +227,7 @@ class RolloutWorker:
         self.metrics = phase.metrics(self._version, self._weight_sync_s)
         assert self._uncounted is not None
         # what several calls did together counts in each one's metrics, but once in the run's totals
-        whole = self._uncounted.metrics(self._version, 0.0)
+        whole = self.metrics if self._uncounted is phase else self._uncounted.metrics(self._version, 0.0)
         self.totals.add(replace(whole, completion_lengths=self.metrics.completion_lengths))
         self._uncounted = PhaseMeter(engine) if self._mail.any_open else None
         self._weight_sync_s = 0.0
