@@ -160,6 +160,19 @@ def test_checkpoints_of_accelerate_hold_every_weight(tmp_path: Path) -> None:
         assert all(torch.equal(saved[name], parameter) for name, parameter in twin.named_parameters())
 
 
+def test_weights_that_move_into_shared_memory_are_followed() -> None:
+    model = tiny("llama")
+    worker, _ = worker_and_module(model)
+    with worker:
+        model.share_memory()  # as torch.multiprocessing does with what it sends
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.v_proj.weight.mul_(3.0)
+        assert worker.exchange(model).copied == 0
+        moved = [c.token_ids for group in worker.generate(PROMPTS, PARAMS) for c in group]
+    assert moved == tokens(model, fused_decoder=False)
+
+
 def test_two_engines_share_a_learners_joined_projections() -> None:
     model = tiny("qwen3")
     first, module = worker_and_module(model)

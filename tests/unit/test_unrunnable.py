@@ -45,9 +45,16 @@ def test_is_refused_with_its_reason(family: str, config: dict[str, Any], reason:
         RolloutWorker(make(family, **config), EngineConfig(block_size=8, max_rows=2, max_model_len=64))
 
 
-@pytest.mark.parametrize("window", [None, 64])
-def test_a_window_that_nothing_reaches_is_none(window: int | None) -> None:
-    model = make("Phimoe", **MOE, sliding_window=window)
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("Phimoe", {**MOE, "sliding_window": None}),
+        ("Phimoe", {**MOE, "sliding_window": 64}),
+        ("Llama", {"sliding_window": 8}),  # left over in a config, and read by nobody
+    ],
+)
+def test_a_window_that_nothing_reaches_is_none(family: str, config: dict[str, Any]) -> None:
+    model = make(family, **config)
     with RolloutWorker(model, EngineConfig(block_size=8, max_rows=2, max_model_len=64)) as worker:
         ((completion,),) = worker.generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True, seed=1))
     ids = torch.tensor([[5, 6, 7, *completion.token_ids]])

@@ -6,6 +6,8 @@ one where the model is of its kind and gives the module's own numbers.
 
 from __future__ import annotations
 
+import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -48,6 +50,11 @@ class ModuleForward:
         return logits
 
 
+def _masks_windows(module: nn.Module) -> bool:
+    """Whether its class makes masks of sliding windows at all; a config may hold a window that nobody reads."""
+    return "create_sliding_window_causal_mask" in inspect.getsource(sys.modules[type(module).__module__])
+
+
 @torch.no_grad()
 def choose(
     module: nn.Module, *, num_layers: int, max_positions: int, fused: bool, probe: Callable[[], PagedStep]
@@ -79,7 +86,8 @@ def choose(
         )
     config: Any = module.config
     window, by_layer = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if window and window < max_positions and not by_layer and not any(step.windows.values()):
+    passed_on = by_layer or any(step.windows.values())
+    if window and window < max_positions and not passed_on and _masks_windows(module):
         raise ValueError(
             f"{type(module).__name__} has a sliding window of {window} in its mask alone, which rollout doesn't run: "
             "set config.sliding_window to None, or max_model_len to no more than the window"

@@ -35,6 +35,8 @@ class Joined:
 
     def products(self, x: Tensor) -> list[Tensor]:
         """[tokens, inputs] to [tokens, outputs] for each weight; columns of one tensor where they are joined."""
+        if self.whole is not None and self.whole.device.type == "cpu":
+            self.whole = joined(self.weights)  # unless sharing memory with other processes has moved them apart
         if self.whole is None:
             return [F.linear(x, weight) for weight in self.weights]
         return list(F.linear(x, self.whole).split(self.sizes, dim=1))
