@@ -98,14 +98,17 @@ class BroadcastSender:
         failure: Exception | None = None
         sends = self._link.rank == self._link.src
         made: tuple[str, Tensor] | None = None  # one tensor may go on in the next bucket
+        asked: str | None = None
         for pieces in plan.buckets:
             pairs: list[tuple[Tensor, Tensor]] = []
             for piece in pieces:
                 # NOTE: after an error the bucket is read to its end, for other ranks gather what this one must too.
                 try:
-                    if made is None or made[0] != piece.name:
+                    if asked != piece.name:
+                        asked, made = piece.name, None
                         made = (piece.name, _value(named[piece.name]))
-                    pairs.append((piece.within(bucket), piece.of(made[1])))
+                    if made is not None:
+                        pairs.append((piece.within(bucket), piece.of(made[1])))
                 except Exception as error:
                     failure = failure or error
             if sends:

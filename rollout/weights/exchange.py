@@ -131,12 +131,17 @@ class WeightExchange:
                 raise
             self._torn = True  # in case that it can't be undone
             undo.restore()
-            self._torn = torn
+            owners = [reference() for reference in self._origins.values()]  # type: ignore[operator]
+            trained = any(owner is not None and owner.requires_grad for owner in owners)
+            self._torn = torn or trained
             if not isinstance(error, Exception):
                 raise
-            raise RuntimeError(
-                f"the weight exchange broke off half-way and was undone, so the old weights are whole: {error}"
-            ) from error
+            state = (
+                "but weights that learner and engine share were trained meanwhile: exchange again before generating"
+                if trained
+                else "so the old weights are whole"
+            )
+            raise RuntimeError(f"the weight exchange broke off half-way and was undone, {state}: {error}") from error
         finally:
             undo.close()
 

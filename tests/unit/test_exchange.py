@@ -516,6 +516,28 @@ LORAS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def test_after_an_error_the_rest_is_read_all_the_same() -> None:
+    """Other ranks gather what this one must, too: one that stopped reading would leave them waiting."""
+    from rollout.engine.models.learner import Source, write
+
+    read: list[int] = []
+
+    def source(index: int) -> Source:
+        def value() -> torch.Tensor:
+            read.append(index)
+            if index in (1, 3):
+                raise OSError(f"tensor {index} is gone")
+            return torch.full((2,), float(index))
+
+        return Source(torch.Size([2]), torch.float32, torch.device("cpu"), True, None, value)
+
+    targets = [torch.zeros(2) for _ in range(5)]
+    with pytest.raises(OSError, match="tensor 1 is gone"):
+        write([(target, source(index)) for index, target in enumerate(targets)])
+    assert read == [0, 1, 2, 3, 4]
+    assert all(not target.any() for target in targets), "nothing is written behind an error"
+
+
 class TestLora:
     @pytest.mark.parametrize("case", LORAS)
     def test_built_and_exchanged_merged_and_the_base_is_untouched(self, case):

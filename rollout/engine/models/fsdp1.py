@@ -39,13 +39,20 @@ class _Unit:
     def __init__(self, module: Any, root: Any) -> None:
         self._module = module
         self._root = root  # the outermost FSDP module around it
-        self._kept: dict[tuple[int, str], Tensor] = {}
+        self._kept: dict[tuple[int, str], Tensor | Exception] = {}
 
     @torch.no_grad()
     def read(self, key: tuple[int, str]) -> Tensor:
         if key not in self._kept:
-            self._kept = self._gather()
-        return self._kept.pop(key)
+            try:
+                self._kept = dict(self._gather())
+            except Exception as error:  # of each of them: to gather once more would be to gather alone
+                infos = self._module._handle.flat_param._param_infos
+                self._kept = {(id(info.module), info.param_name): error for info in infos}
+        value = self._kept.pop(key)
+        if isinstance(value, Exception):
+            raise value
+        return value
 
     def _gather(self) -> dict[tuple[int, str], Tensor]:
         summon = type(self._module).summon_full_params

@@ -172,15 +172,22 @@ def write(pairs: list[tuple[Tensor, Source]]) -> int:
     copy_pairs(ready)
     chunk: list[tuple[Tensor, Tensor]] = []
     chunk_bytes = 0
+    failure: Exception | None = None
     for target, source in pairs:
         if source.owner is not None:
             continue
-        value = source.read()
-        chunk.append((target, value))
-        chunk_bytes += value.nbytes
-        if chunk_bytes >= CHUNK_BYTES:
-            copy_pairs(chunk)
-            chunk, chunk_bytes = [], 0
+        try:  # after an error the rest is read all the same, for other ranks gather what this one must too
+            value = source.read()
+            if failure is None:
+                chunk.append((target, value))
+                chunk_bytes += value.nbytes
+                if chunk_bytes >= CHUNK_BYTES:
+                    copy_pairs(chunk)
+                    chunk, chunk_bytes = [], 0
+        except Exception as error:
+            failure, chunk = failure or error, []
+    if failure is not None:
+        raise failure
     copy_pairs(chunk)
     return sum(target.nbytes for target, _ in pairs)
 
