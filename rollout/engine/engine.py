@@ -233,7 +233,8 @@ class Engine:
         if self._working:
             self._left.append(call)
             return []
-        return self.scheduler.abort(call)
+        with self._at_work():
+            return self.scheduler.abort(call)
 
     @property
     def has_work(self) -> bool:
@@ -269,7 +270,8 @@ class Engine:
             keep_kv: whether running sequences keep keys and values of older weights, rather than compute them again.
         """
         assert not self._in_flight, "drain before weights change"
-        self.scheduler.new_version(version, keep_kv=keep_kv)
+        with self._at_work():
+            self.scheduler.new_version(version, keep_kv=keep_kv)
         self.begin_phase()
 
     def lend_kv(self, size: int) -> Tensor | None:
@@ -280,7 +282,8 @@ class Engine:
         assert not self._in_flight, "drain before the cache is overwritten"
         if self.asleep or self.kv_memory.mapped_bytes < size:
             return None
-        self.scheduler.suspend()
+        with self._at_work():
+            self.scheduler.suspend()
         return self.kv_memory.bytes
 
     def sleep(self) -> list[Ended]:
@@ -374,13 +377,20 @@ class Engine:
     def _failing_whole(self) -> Iterator[None]:
         """Whatever breaks the loop breaks it for every caller, with the same cause."""
         self._raise_failure()
+        with self._at_work():
+            try:
+                yield
+            except BaseException as error:
+                self._failure = error
+                raise
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """The scheduler is busy: calls that are left meanwhile end behind it."""
         self._working += 1
         try:
             yield
-        except BaseException as error:
-            self._failure = error
-            raise
         finally:
             self._working -= 1
             while self._left and not self._working and self._failure is None:
-                self.scheduler.abort(self._left.pop())
+                self.abort(self._left.pop())
