@@ -65,8 +65,7 @@ class WeightExchange:
     def broken_ties(self) -> list[str]:
         """Names of the shared tensors whose owner lives on in other storage: only an exchange finds it there."""
         targets = _targets(self._module)
-        owners = {name: reference() for name, reference in self._origins.items()}  # type: ignore[operator]
-        return [n for n, owner in owners.items() if owner is not None and not same_storage(targets[n], owner)]
+        return [n for n, owner in self._owners().items() if owner is not None and not same_storage(targets[n], owner)]
 
     def exchange(self, learner: nn.Module | BroadcastReceiver, undo: Undo | None = None) -> ExchangeReport:
         """Makes the module's weights the learner's, in place, and waits until they have arrived.
@@ -114,8 +113,7 @@ class WeightExchange:
             copied_bytes = receiver.receive(targets, before_writing=lambda: undo.save(targets.values()))
         self._torn = False
         # What its owner has left behind is the engine's own from now on.
-        for name, reference in list(self._origins.items()):
-            owner = reference()  # type: ignore[operator]
+        for name, owner in self._owners().items():
             if owner is None or not same_storage(targets[name], owner):
                 del self._origins[name]
         return ExchangeReport(0, len(targets), copied_bytes, time.perf_counter() - start_s)
@@ -131,8 +129,7 @@ class WeightExchange:
                 raise
             self._torn = True  # in case that it can't be undone
             undo.restore()
-            owners = [reference() for reference in self._origins.values()]  # type: ignore[operator]
-            trained = any(owner is not None and owner.requires_grad for owner in owners)
+            trained = any(owner is not None and owner.requires_grad for owner in self._owners().values())
             self._torn = torn or trained
             if not isinstance(error, Exception):
                 raise
@@ -146,9 +143,13 @@ class WeightExchange:
             undo.close()
 
     @property
-    def _origins(self) -> dict[str, object]:
-        origins: dict[str, object] = self._module.__dict__.setdefault("_rollout_origins", {})
+    def _origins(self) -> dict[str, Callable[[], Tensor | None]]:
+        origins: dict[str, Callable[[], Tensor | None]] = self._module.__dict__.setdefault("_rollout_origins", {})
         return origins
+
+    def _owners(self) -> dict[str, Tensor | None]:
+        """Of each shared tensor the learner's own, or None if that is gone."""
+        return {name: reference() for name, reference in self._origins.items()}
 
     def _sort(
         self, targets: dict[str, Tensor], named: dict[str, Source]
@@ -163,7 +164,7 @@ class WeightExchange:
                 continue
             copies.append((target, source))
             if name in self._origins:
-                owner = self._origins[name]()  # type: ignore[operator]
+                owner = self._origins[name]()
                 still_used = owner is not None and same_storage(target, owner)
                 (in_use if still_used else rebound).append(name)
         if in_use:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -15,9 +14,10 @@ from rollout.engine.attention import PagedStep
 from rollout.engine.kernels import few_attention, layer_ops, pointwise, shares
 from rollout.engine.models.fused import FusedDecoder
 from rollout.engine.models.join import join_projections
+from tests.devices import in_interpreter
 from tests.tiny_models import tiny
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off")
+pytestmark = in_interpreter
 LAYERS, KV_HEADS, BLOCK_SIZE, ROW_BLOCKS = 2, 2, 16, 5
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -13,19 +12,12 @@ from rollout.engine import reference, reference_layers
 from rollout.engine.kernels import tuning
 from rollout.engine.kernels.tuning import Tiles
 from tests import paged
+from tests.devices import on_devices
 
 pytest.importorskip("triton")
 from rollout.engine.kernels import fused_attention, pieces, shares
 
-interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, of minus infinity
-on_devices = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cpu", marks=pytest.mark.skipif(not interpreted, reason="the interpreter is off")),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
-)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 SMALL = Tiles(16, 16, 4, 2, 1)
 

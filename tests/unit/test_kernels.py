@@ -4,8 +4,6 @@ They run for real where there is a CUDA device, and in Triton's interpreter else
 cut down to what an interpreter can do. Sizes that only a GPU can do are marked so.
 """
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,17 +12,12 @@ from rollout.engine import kernels, reference
 from rollout.engine.kernels import tuning
 from rollout.engine.kernels.tuning import Tiles
 from tests import paged
+from tests.devices import on_devices
 
 pytest.importorskip("triton")
 from rollout.engine.kernels import decode, few_attention, kv_write, pieces, prefill, sampling, shares, step_start
 
-interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, where unsigned integers wrap
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not interpreted, reason="the interpreter is off")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-on_devices = pytest.mark.parametrize("device", DEVICES)
 # Absolute, for values of about 1. The products are of 16-bit numbers, the sums in float32; outputs are rounded.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 LENGTHS = [1, 15, 16, 17, 70]

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
 from rollout.engine import reference_layers
+from tests.devices import on_devices
 
 pytest.importorskip("triton")
 from rollout.engine.kernels import few_products, layer_ops, pointwise, tuning
 
-interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-on_devices = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cpu", marks=pytest.mark.skipif(not interpreted, reason="the interpreter is off")),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
-)
 DTYPES = [torch.float32, torch.float16]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from rollout.engine.graphs import GraphKey, prefill_sizes, smallest
 from rollout.engine.slots import Slot
 from rollout.engine.streams import InlineStreams
 from tests import paged
+from tests.devices import on_devices
 from tests.fakes import noted_replays
 from tests.tiny_models import peaked, ragged_prompts, tokens
 
@@ -118,11 +118,9 @@ def test_a_size_has_its_addresses() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in Triton's interpreter
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@on_devices
 def test_the_kernel_takes_padding(device: str) -> None:
     pytest.importorskip("triton")
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("the interpreter is off")
     from rollout.engine.kernels.prefill import paged_prefill
 
     case = paged.make([70, 17], kv_heads=1, head_dim=16, block_size=16, dtype=torch.float32, device=device)
