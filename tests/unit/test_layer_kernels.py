@@ -136,13 +136,15 @@ def test_partial_linear_adds_up(device: str, tokens: int, inputs: int) -> None:
 
 
 @on_devices
+@pytest.mark.parametrize("alone", [0, 8], ids=["", "alone"])
 @pytest.mark.parametrize(
     ("tokens", "inputs", "outputs", "rounds"),
     [(1, 2048, 40, 1), (3, 576, 33, 1), (8, 5000, 7, 1), (11, 2048, 24, 2), (2, 256, 200, 3)],
 )
 def test_products_of_few_tokens(
-    device: str, tokens: int, inputs: int, outputs: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+    device: str, tokens: int, inputs: int, outputs: int, rounds: int, alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tuning, "ALONE_TOKENS", alone)
     monkeypatch.setattr(tuning, "few_rounds", lambda *_: rounds)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     x = random(tokens, inputs, device=device, dtype=dtype)

@@ -6,6 +6,10 @@ multiply, elsewhere a kernel of their own, are done by the product.
 Weights go from memory straight into the registers that the tensor cores want them in. The order of a sum doesn't
 matter, so inner positions are taken in the order in which 16 bytes a thread, as they are loaded, are that thread's part
 of the operand, and the tokens' inputs are put in the same order: nothing moves between threads but the result.
+
+Of an operand a thread holds parts of two rows, r and r + 8. With ALONE, which is for very few tokens, 16 bytes are
+both: one weight row at two sets of inner positions. Then nothing moves between registers either. Each token is two
+columns, of the inputs of either set, and of what rows and columns give, only that of the same set counts.
 """
 
 from __future__ import annotations
@@ -42,6 +46,34 @@ def _right(inputs, TOKENS: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexp
 
 
 @triton.jit
+def _left_alone(weights, PARTS: tl.constexpr, DEPTH: tl.constexpr):
+    """`_left` with ALONE, [PARTS, 32, DEPTH / PARTS / 2]."""
+    split = tl.reshape(weights, [8, PARTS, DEPTH // PARTS // 32, 2, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(split, [1, 3, 6, 0, 2, 5, 4, 7]), [PARTS, 32, DEPTH // PARTS // 2])
+
+
+@triton.jit
+def _right_alone(inputs, TOKENS: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr):
+    """`_right` with ALONE, [PARTS, DEPTH / PARTS / 2, 2 * TOKENS]."""
+    split = tl.reshape(inputs, [TOKENS, PARTS, DEPTH // PARTS // 32, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(split, [1, 2, 4, 3, 6, 0, 5]), [PARTS, DEPTH // PARTS // 2, 2 * TOKENS])
+
+
+@triton.jit
+def _product(w, h, ALONE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr):
+    """A tile's outputs, [16, TOKENS]."""
+    if ALONE:
+        y = tl.dot(_left_alone(w, PARTS, DEPTH), _right_alone(h, TOKENS, PARTS, DEPTH), input_precision="ieee")
+        y = tl.reshape(y, [PARTS, 2, 2, 8, TOKENS, 2])  # part, half, the row's set, row, token, the column's set
+        own_set = tl.arange(0, 2)[None, None, :, None, None, None] == tl.arange(0, 2)[None, None, None, None, None, :]
+        y = tl.sum(tl.sum(tl.where(own_set, y, 0.0), 5), 2)
+        return tl.reshape(tl.sum(y, 0), [16, TOKENS])
+    else:
+        y = tl.dot(_left(w, PARTS, DEPTH), _right(h, TOKENS, PARTS, DEPTH), input_precision="ieee")
+        return tl.sum(y, 0)
+
+
+@triton.jit
 def _load(weight, tile, k, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
     """A tile's sixteen rows of a weight, as twice eight: with GATED, eight of gate and the same eight of up."""
     row = tile * (8 if GATED else 16) + tl.arange(0, 8)[:, None, None, None, None]
@@ -75,6 +107,7 @@ def _few_kernel(
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     GATED: tl.constexpr,
+    ALONE: tl.constexpr,
     TOKENS: tl.constexpr,  # padded
     PARTS: tl.constexpr,  # warps
     DEPTH: tl.constexpr,  # inputs that a program takes: a power of two
@@ -89,10 +122,10 @@ def _few_kernel(
     wait()
     for nth in tl.static_range(ROUNDS):
         h = tl.load(x + token[:, None, None, None] * INPUTS + k, mask=seen, other=0.0)
-        parts = tl.dot(_left(w, PARTS, DEPTH), _right(h, TOKENS, PARTS, DEPTH), input_precision="ieee")
+        y = _product(w, h, ALONE, TOKENS, PARTS, DEPTH)
         if nth < ROUNDS - 1:  # the next weights are on their way before these have been made use of
             w = _load(weight, tile + tl.num_programs(0), k, INPUTS, OUTPUTS, GATED)
-        _store(tl.sum(parts, 0), out, tile, tokens, x.dtype.element_ty, OUTPUTS, GATED, TOKENS)
+        _store(y, out, tile, tokens, x.dtype.element_ty, OUTPUTS, GATED, TOKENS)
         tile += tl.num_programs(0)
 
 
@@ -121,7 +154,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, *, depth: int, gated: bool =
     tokens, inputs = x.shape
     outputs = out.shape[-1]
     assert x.is_contiguous() and weight.is_contiguous()
-    warps = tuning.FEW_WARPS
+    warps, alone = tuning.FEW_WARPS, tokens <= tuning.ALONE_TOKENS
     tiles, splits = triton.cdiv(outputs, 8 if gated else 16), triton.cdiv(inputs, depth)
     rounds = tuning.few_rounds(tiles * splits, tuning.sm_count(x.device))
     _few_kernel[(triton.cdiv(tiles, rounds), splits)](
@@ -132,11 +165,13 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, *, depth: int, gated: bool =
         INPUTS=inputs,
         OUTPUTS=outputs,
         GATED=gated,
-        TOKENS=1 if tokens == 1 else max(8, triton.next_power_of_2(tokens)),
+        ALONE=alone,
+        TOKENS=triton.next_power_of_2(tokens) if alone else max(8, triton.next_power_of_2(tokens)),
         PARTS=warps,
         DEPTH=depth,
         ROUNDS=rounds,
         num_warps=warps,
+        maxnreg=tuning.FEW_REGISTERS,
         launch_pdl=x.is_cuda,
     )
 
