@@ -31,7 +31,7 @@ class PagedStep:
     seq_row: Tensor | None = None  # int32 [seqs] in a prefill
     max_query_len: int = 1
     windows: dict[int, int] = field(default_factory=dict)  # of the layers that have attended, to check a model
-    _cuts: dict[tuple[int, bool], Tensor | None] = field(default_factory=dict)  # by window and `early`
+    _cuts: dict[tuple[int, bool], Tensor | None] = field(default_factory=dict)  # by window and `few`
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values, [blocks, kv heads, block size, head dim] each."""
@@ -41,12 +41,12 @@ class PagedStep:
         """A layer's keys and values, the block table, and the tokens' rows and positions."""
         return *self.layer(index), self.block_table, self.token_row, self.position
 
-    def cuts(self, window: int, *, early: bool = False) -> Tensor | None:
+    def cuts(self, window: int, *, few: bool = False) -> Tensor | None:
         """How a decode step's KV is shared among programs, for all layers with this window. Found once a step."""
-        key = (window, early)
+        key = (window, few)
         if key not in self._cuts:
             k_cache, _ = self.layer(0)
-            self._cuts[key] = kernels.decode_cuts(self.token_row, self.position, k_cache, window=window, early=early)
+            self._cuts[key] = kernels.decode_cuts(self.token_row, self.position, k_cache, window=window, few=few)
         return self._cuts[key]
 
 

@@ -204,13 +204,21 @@ def test_decode_padding_rows(device: str) -> None:
 
 
 def test_large_batches_take_all_programs_and_small_ones_join_fewer_pieces() -> None:
-    tiles = tuning.decode_tiles(128, 2)
-    at_once = [tuning.decode_programs(rows * 8, tiles, 132) // 132 for rows in (1, 16, 32, 64, 1024)]
-    assert at_once == [2, 2, 2, 4, 4]
-    early = [tuning.decode_programs(rows * 8, tiles, 132, early=True) // 132 for rows in (1, 8)]
-    assert early == [4, 4], "kernels that are launched early hold less in flight each"
-    assert tuning.decode_programs(8, tuning.decode_tiles(128, 4), 132) == 264
-    assert tuning.decode_programs(8192, tuning.decode_tiles(128, 4), 132) == 264  # no more run at once
+    def at_once(rows: int, itemsize: int = 2, *, few: bool = False) -> int:
+        tiles = tuning.decode_tiles(128, itemsize, rows, few=few)
+        return tuning.decode_programs(rows * 8, tiles, 132, few=few) // 132
+
+    assert [at_once(rows) for rows in (1, 16, 32, 64, 1024)] == [2, 2, 2, 4, 4]
+    assert [at_once(rows, 4) for rows in (1, 1024)] == [2, 2], "no more run at once"
+    assert [at_once(rows, few=True) for rows in (2, 8)] == [4, 4], "the kernel for few rows holds less in flight"
+
+
+def test_one_row_is_left_to_fewer_programs_of_more_warps() -> None:
+    one, two = (tuning.decode_tiles(128, 2, rows, few=True) for rows in (1, 2))
+    assert (one.block_n, one.warps, one.programs_per_sm) == (64, 4, 2)
+    assert (two.block_n, two.warps, two.programs_per_sm) == (32, 2, 4)
+    assert tuning.decode_tiles(128, 2, 1) == tuning.decode_tiles(128, 2, 64), "elsewhere they are the same"
+    assert tuning.decode_tiles(256, 2, 1, few=True).block_n == 16, "or tiles wouldn't fit into registers"
 
 
 @on_devices

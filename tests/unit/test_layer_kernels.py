@@ -139,7 +139,7 @@ def test_partial_linear_adds_up(device: str, tokens: int, inputs: int) -> None:
 @pytest.mark.parametrize("alone", [0, 8], ids=["", "alone"])
 @pytest.mark.parametrize(
     ("tokens", "inputs", "outputs", "rounds"),
-    [(1, 2048, 40, 1), (3, 576, 33, 1), (8, 5000, 7, 1), (11, 2048, 24, 2), (2, 256, 200, 3)],
+    [(1, 2048, 40, 1), (1, 2048, 16, 1), (3, 576, 33, 1), (8, 5000, 7, 1), (11, 2048, 24, 2), (2, 256, 200, 3)],
 )
 def test_products_of_few_tokens(
     device: str, tokens: int, inputs: int, outputs: int, rounds: int, alone: int, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +161,12 @@ def test_products_of_few_tokens(
 
 def test_a_program_takes_several_tiles_where_not_all_run_at_once() -> None:
     assert [tuning.few_rounds(tiles, 132) for tiles in (1, 128, 396, 397, 768, 793)] == [1, 1, 1, 2, 2, 3]
+
+
+def test_programs_for_one_token_take_more_warps_where_each_could_have_an_sm() -> None:
+    assert [tuning.few_warps(1, programs, 2048, 132) for programs in (128, 132, 133, 384)] == [8, 8, 4, 4]
+    assert tuning.few_warps(2, 128, 2048, 132) == 4
+    assert tuning.few_warps(1, 36, 1024, 132) == 4, "or two would fit on one again"
 
 
 def test_products_are_split_where_that_pays() -> None:

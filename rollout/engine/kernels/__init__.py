@@ -58,7 +58,7 @@ def paged_decode(
     return reference.paged_decode(query, k_cache, v_cache, block_table, token_row, position, **how)
 
 
-def decode_cuts(token_row: Tensor, position: Tensor, k_cache: Tensor, *, window: int, early: bool) -> Tensor | None:
+def decode_cuts(token_row: Tensor, position: Tensor, k_cache: Tensor, *, window: int, few: bool) -> Tensor | None:
     """How the step's KV is shared among programs: what all layers with this window hand to their attention.
 
     Args:
@@ -66,7 +66,7 @@ def decode_cuts(token_row: Tensor, position: Tensor, k_cache: Tensor, *, window:
         position: int32 [rows].
         k_cache: [blocks, kv heads, block size, head dim], of any layer.
         window: how many positions back a row sees, itself included; 0: all.
-        early: whether attention is that for few rows, `kernels.few_attention`, and not `paged_decode`.
+        few: whether attention is that for few rows, `kernels.few_attention`, and not `paged_decode`.
 
     Returns:
         None where the implementation needs no such thing.
@@ -75,7 +75,7 @@ def decode_cuts(token_row: Tensor, position: Tensor, k_cache: Tensor, *, window:
         return None
     from rollout.engine.kernels import shares
 
-    return shares.decode_cuts(token_row, position, k_cache, window=window, early=early)
+    return shares.decode_cuts(token_row, position, k_cache, window=window, few=few)
 
 
 def paged_prefill(

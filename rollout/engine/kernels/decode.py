@@ -138,7 +138,7 @@ def paged_decode(
     if rows == 0:
         return out
     group = heads // kv_heads
-    tiles = tiles or tuning.decode_tiles(head_dim, query.element_size())
+    tiles = tiles or tuning.decode_tiles(head_dim, query.element_size(), rows)
     if cuts is None:
         cuts = decode_cuts(token_row, position, k_cache, window=window, tiles=tiles)
     shares = cuts.shape[0]

@@ -141,7 +141,7 @@ def paged_decode(
 ) -> Tensor:
     """Attention of one query a row over the row's cache. See `reference.paged_decode`.
 
-    `cuts` is what `decode_cuts` made for these positions and window with `early`; None: it is made here. `tiles` stand
+    `cuts` is what `decode_cuts` made for these positions and window with `few`; None: it is made here. `tiles` stand
     in for the choice of `tuning`, for measurements.
     """
     rows, heads, head_dim = query.shape
@@ -152,9 +152,9 @@ def paged_decode(
     if rows == 0:
         return out
     group = heads // kv_heads
-    tiles = tiles or tuning.decode_tiles(head_dim, query.element_size(), early=True)
+    tiles = tiles or tuning.decode_tiles(head_dim, query.element_size(), rows, few=True)
     if cuts is None:
-        cuts = decode_cuts(token_row, position, k_cache, window=window, early=True, tiles=tiles)
+        cuts = decode_cuts(token_row, position, k_cache, window=window, few=True, tiles=tiles)
     shares = cuts.shape[0]
     padded_dim, padded_group = max(16, triton.next_power_of_2(head_dim)), triton.next_power_of_2(group)
     partial, partial_lse = partial_results(shares, kv_heads, group, head_dim, query.device)
@@ -185,7 +185,7 @@ def paged_decode(
         BLOCK_N=tiles.block_n,
         PADDED_DIM=padded_dim,
         PADDED_GROUP=padded_group,
-        JOIN_CHUNK=tuning.joined_at_once(padded_group * padded_dim, tiles, early=True),
+        JOIN_CHUNK=tuning.joined_at_once(padded_group * padded_dim, tiles, few=True),
         num_warps=tiles.warps,
         launch_pdl=query.is_cuda,
     )

@@ -154,9 +154,10 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, *, depth: int, gated: bool =
     tokens, inputs = x.shape
     outputs = out.shape[-1]
     assert x.is_contiguous() and weight.is_contiguous()
-    warps, alone = tuning.FEW_WARPS, tokens <= tuning.ALONE_TOKENS
+    alone, sm_count = tokens <= tuning.ALONE_TOKENS, tuning.sm_count(x.device)
     tiles, splits = triton.cdiv(outputs, 8 if gated else 16), triton.cdiv(inputs, depth)
-    rounds = tuning.few_rounds(tiles * splits, tuning.sm_count(x.device))
+    warps = tuning.few_warps(tokens, tiles * splits, depth, sm_count)
+    rounds = tuning.few_rounds(tiles * splits, sm_count)
     _few_kernel[(triton.cdiv(tiles, rounds), splits)](
         x,
         weight,
@@ -178,4 +179,4 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, *, depth: int, gated: bool =
 
 def _depth(inputs: int) -> int:
     """All inner positions, as a program takes them: each warp at least 32 of them."""
-    return max(32 * tuning.FEW_WARPS, triton.next_power_of_2(inputs))
+    return max(128, triton.next_power_of_2(inputs))

@@ -251,7 +251,7 @@ def attend(
     out = torch.empty((rows, width // head_dim, head_dim), dtype=q.dtype, device=device)
     if rows == 0:
         return out
-    tiles = tiles or tuning.decode_tiles(head_dim, q.element_size())
+    tiles = tiles or tuning.decode_tiles(head_dim, q.element_size(), rows)
     if cuts is None:
         cuts = decode_cuts(token_row, position, k_cache, window=window, tiles=tiles)
     shares = cuts.shape[0]

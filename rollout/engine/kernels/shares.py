@@ -77,7 +77,7 @@ def decode_cuts(
     k_cache: Tensor,
     *,
     window: int = 0,
-    early: bool = False,
+    few: bool = False,
     tiles: tuning.Tiles | None = None,
     programs: int | None = None,
     least_tokens: int | None = None,
@@ -89,7 +89,7 @@ def decode_cuts(
         position: int32 [rows], each row's last position.
         k_cache: [blocks, kv heads, block size, head dim], of any layer.
         window: how many positions back a row sees, itself included; 0: all.
-        early: whether attention is an early kernel, see `kernels.early`.
+        few: whether attention is that of `kernels.few_attention`.
         tiles: stands in for the choice of `tuning`, for measurements; so do `programs`, which run at once, and
             `least_tokens`, positions below which a share isn't cut.
 
@@ -99,8 +99,8 @@ def decode_cuts(
     """
     rows, device = position.shape[0], position.device
     _, kv_heads, _, head_dim = k_cache.shape
-    tiles = tiles or tuning.decode_tiles(head_dim, k_cache.element_size(), early=early)
-    programs = programs or tuning.decode_programs(rows * kv_heads, tiles, tuning.sm_count(device), early=early)
+    tiles = tiles or tuning.decode_tiles(head_dim, k_cache.element_size(), rows, few=few)
+    programs = programs or tuning.decode_programs(rows * kv_heads, tiles, tuning.sm_count(device), few=few)
     shares = max(1, programs // kv_heads)
     cuts = torch.empty((shares, 8), dtype=torch.int32, device=device)
     _cuts_kernel[(triton.cdiv(shares, _BLOCK),)](

@@ -42,11 +42,20 @@ _PREFILL = {
 }
 
 
-def decode_tiles(head_dim: int, itemsize: int, *, early: bool = False) -> Tiles:
-    """Tiles of the decode kernel. head_dim in elements, itemsize in bytes; `early`: of the one of `kernels.early`."""
+def decode_tiles(head_dim: int, itemsize: int, rows: int, *, few: bool = False) -> Tiles:
+    """Tiles of the decode kernel for a batch of `rows`. head_dim in elements, itemsize in bytes.
+
+    `few`: of the one in `kernels.few_attention`. It holds two tiles of keys and two of values in registers, and has
+    room for 16 KB of them a warp. One row is left to half as many programs of twice the size, which have half the
+    pieces to join: on an H200, -1.5% of a step of a 1.7B model at 4K and 8K, where two rows would take 1% longer.
+    """
     tiles = _look_up(_DECODE, head_dim, itemsize)
-    # The early one holds two tiles of keys and two of values in registers, and has room for 16 KB of them a warp.
-    return tiles._replace(block_n=16) if early and head_dim * itemsize > 256 else tiles
+    if few and head_dim * itemsize > 256:
+        return tiles._replace(block_n=16)
+    if few and rows == 1:
+        block_n, warps, programs = 2 * tiles.block_n, 2 * tiles.warps, max(1, tiles.programs_per_sm // 2)
+        return tiles._replace(block_n=block_n, warps=warps, programs_per_sm=programs)
+    return tiles
 
 
 def prefill_tiles(head_dim: int, itemsize: int) -> Tiles:
@@ -67,30 +76,30 @@ def fuses_attention(rows: int, kv_heads: int, head_dim: int, itemsize: int, sm_c
     if head_dim not in FUSED_HEAD_DIMS:
         return False
     pairs = rows * kv_heads
-    return pairs <= decode_programs(pairs, decode_tiles(head_dim, itemsize), sm_count)
+    return pairs <= decode_programs(pairs, decode_tiles(head_dim, itemsize, rows), sm_count)
 
 
 LEAST_SHARE_TOKENS = 64
 """KV positions of a kv head that are worth a program of their own in decode attention."""
 
 
-def decode_programs(pairs: int, tiles: Tiles, sm_count: int, *, early: bool = False) -> int:
+def decode_programs(pairs: int, tiles: Tiles, sm_count: int, *, few: bool = False) -> int:
     """Programs of decode attention that run at once, for `pairs` of row and kv head.
 
     A function of the batch's size and never of KV lengths. No more than are of use: a GPU that also starts idle ones
-    shares the others out among its SMs unevenly. `early` kernels hold less in flight each and take all there can be: on
-    an H200 a step of 8 rows of 4K takes 24% longer with half of them.
+    shares the others out among its SMs unevenly. `few`: of `kernels.few_attention`, which holds less in flight and
+    takes all there can be: on an H200 a step of 8 rows of 4K takes 24% longer with half of them.
     """
-    at_once = 4 if early else max(2, min(4, -(-pairs // sm_count)))
+    at_once = 4 if few else max(2, min(4, -(-pairs // sm_count)))
     return sm_count * min(at_once, tiles.programs_per_sm)
 
 
-def joined_at_once(values: int, tiles: Tiles, *, early: bool = False) -> int:
+def joined_at_once(values: int, tiles: Tiles, *, few: bool = False) -> int:
     """Pieces of a row that attention joins at a time, of `values` each: 64 values a thread, or 128 where rows are few.
 
     There a row has up to 66 pieces, and each further round of loads costs about a microsecond.
     """
-    return max(1, min(32 if early else 16, (4096 if early else 2048) * tiles.warps // values))
+    return max(1, min(32 if few else 16, (4096 if few else 2048) * tiles.warps // values))
 
 
 FEW_TOKENS = 8
@@ -98,8 +107,6 @@ FEW_TOKENS = 8
 chain of early kernels takes a quarter off a step of a 1.7B model at one token, and a fifth at eight."""
 FEW_WIDTH = 2048
 """Widest residual stream for which they are taken: a program holds sixteen rows of that many weights in registers."""
-FEW_WARPS = 4
-"""Warps of such a program: 128 registers a thread for weights. With 8 warps a step takes 13% longer."""
 FEW_REGISTERS = 168
 """Registers of such a program's thread: what lets three programs run at once on an SM."""
 ALONE_TOKENS = 2
@@ -110,6 +117,16 @@ nothing.
 """
 FEW_DEPTH = 2048
 """Inner positions of a weight that a program takes at a time, where partial sums can be added up."""
+
+
+def few_warps(tokens: int, programs: int, depth: int, sm_count: int) -> int:
+    """Warps of a program of such a product, which holds sixteen rows of a weight, `depth` inner positions of each.
+
+    Four: 128 registers a thread for weights. With eight, a step of a 1.7B model on an H200 takes 13% longer. But where
+    each program could have an SM to itself, the GPU, which starts them while attention ends, puts up to three on one,
+    or two of eight warps. So one token's take eight: -1% at a KV of 4K, -0.5% at 8K and 16K, +1.3% at 1K.
+    """
+    return 8 if tokens == 1 and programs <= sm_count and depth >= 2048 else 4
 
 
 def few_rounds(tiles: int, sm_count: int) -> int:

@@ -128,7 +128,7 @@ class FusedDecoder:
         if few:
             # Attention reads cuts before it waits, so they come before the last ordinary kernel: see `kernels.early`.
             for window in {layer.window for layer in self.layers}:
-                step.cuts(window, early=True)
+                step.cuts(window, few=True)
         # [tokens, hidden], the residual stream; cast only where the table is tied to a head of another dtype
         x = F.embedding(token_ids, self.embedding).to(self.final_norm.dtype)
         h = self._few(x, step) if few else self._many(x, step)
@@ -168,7 +168,7 @@ class FusedDecoder:
 
     def _few_attend(self, q: Tensor, k: Tensor, v: Tensor, layer: _Layer, index: int, step: PagedStep) -> Tensor:
         """The same by early kernels."""
-        where, cuts = step.where(index), step.cuts(layer.window, early=True)
+        where, cuts = step.where(index), step.cuts(layer.window, few=True)
         q = layer_ops.rope_write(q, k, v, *self._heads(layer), *where, early=True)
         return layer_ops.few_attention(q, *where, scaling=layer.scaling, window=layer.window, cuts=cuts)
 
