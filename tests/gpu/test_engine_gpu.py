@@ -80,15 +80,18 @@ def test_bfloat16_is_within_tolerance(architecture: str) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "the learner isn't cast"
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 24, 64])
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
 def test_few_rows_overlap_their_kernels(architecture: str, rows: int) -> None:
     """A kernel launched before its predecessor has ended must not read what that has yet to write, at any replay."""
     model = wide(architecture, hidden_size=512, intermediate_size=3072)
-    params = SamplingParams(max_tokens=180, seed=5, ignore_eos=True)
+    params = SamplingParams(n=-(-rows // 8), max_tokens=180, seed=5, ignore_eos=True)
     prompts = PROMPTS[2:3] if rows == 1 else PROMPTS
-    with RolloutWorker(model, EngineConfig(**SMALL)) as worker:
-        runs = [[c for group in worker.generate(prompts, params) for c in group] for _ in range(4)]
+    runs: list[list[Completion]] = []
+    with RolloutWorker(model, EngineConfig(**{**SMALL, "max_rows": rows})) as worker:
+        for _ in range(4):
+            worker.exchange(model)  # prompts are computed anew, in products of the same sizes
+            runs.append([c for group in worker.generate(prompts, params) for c in group])
     for run in runs[1:]:
         assert [c.token_ids for c in run] == [c.token_ids for c in runs[0]]
         assert [c.logprobs for c in run] == [c.logprobs for c in runs[0]]

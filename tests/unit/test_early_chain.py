@@ -1,4 +1,4 @@
-"""A decode step of few rows as a chain of early kernels, in Triton's interpreter, against the reference operations."""
+"""Decode steps of few rows as chains of early kernels, in Triton's interpreter, against the reference operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from rollout.engine import kernels
 from rollout.engine.attention import PagedStep
-from rollout.engine.kernels import few_attention, layer_ops, pointwise, shares
+from rollout.engine.kernels import few_attention, fused_attention, layer_ops, pointwise, shares
 from rollout.engine.models.fused import FusedDecoder
 from rollout.engine.models.join import join_projections
 from tests.devices import in_interpreter
@@ -44,10 +44,12 @@ def run(decoder: FusedDecoder, lengths: list[int], head_dim: int) -> tuple[Tenso
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of minus infinity
 @pytest.mark.parametrize("lengths", [[37], [1, 16, 17, 70], [5, 80, 33, 16, 64, 2, 49]])
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize("chain", ["few", "streamed"])
 def test_a_chain_of_early_kernels_is_the_reference(
-    architecture: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+    chain: layer_ops.Chain, architecture: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = tiny(architecture, hidden_size=128, intermediate_size=192, num_hidden_layers=LAYERS).eval()
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 192, "num_hidden_layers": LAYERS}
+    module = tiny(architecture, **sizes).eval()
     assert join_projections(module) == 2 * LAYERS
     head_dim = module.model.layers[0].self_attn.head_dim
     decoder = FusedDecoder(module, ROW_BLOCKS * BLOCK_SIZE)
@@ -65,11 +67,11 @@ def test_a_chain_of_early_kernels_is_the_reference(
 
     def attention(*args: Any, **options: Any) -> Tensor:
         calls.append("attention")
-        return few_attention.paged_decode(*args, **options)
+        return (few_attention.paged_decode if chain == "few" else fused_attention.attend)(*args, **options)
 
-    monkeypatch.setattr(layer_ops, "takes_few", lambda *_: True)
+    monkeypatch.setattr(layer_ops, "chain_for", lambda *_: chain)
     monkeypatch.setattr(layer_ops, "rope_write", pointwise.rope_write)
-    monkeypatch.setattr(layer_ops, "few_attention", attention)
+    monkeypatch.setattr(layer_ops, "few_attention" if chain == "few" else "decode_attention", attention)
     monkeypatch.setattr(layer_ops, "add_norm", add_norm)
     monkeypatch.setattr(kernels, "decode_cuts", decode_cuts)
     logits, kv = run(decoder, lengths, head_dim)

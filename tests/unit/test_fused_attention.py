@@ -174,6 +174,12 @@ def test_one_kernel_where_each_program_has_one_row() -> None:
     assert not tuning.fuses_attention(8, 8, 80, 2, 132), "halves of heads are powers of two"
 
 
+def test_early_programs_leave_no_room_for_one_more() -> None:
+    tiles, line_bytes, hopper = tuning.decode_tiles(128, 2, 64), 2 * 128 * 2, 232448
+    assert [tuning.early_stages(tiles, line_bytes, at_once, hopper) for at_once in (2, 3, 4)] == [6, None, 3]
+    assert tuning.early_stages(tiles, line_bytes, 2, 101376) is None, "six tiles don't fit"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[16385], [1, 8192, 63, 64, 65, 4000, 2, 3000]])
 def test_long_rows(lengths: list[int]) -> None:

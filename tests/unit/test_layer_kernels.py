@@ -10,7 +10,7 @@ from rollout.engine import reference_layers
 from tests.devices import on_devices
 
 pytest.importorskip("triton")
-from rollout.engine.kernels import few_products, layer_ops, pointwise, tuning
+from rollout.engine.kernels import few_products, layer_ops, pointwise, streamed_products, tuning
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -157,6 +157,54 @@ def test_products_of_few_tokens(
     assert parts.dtype == torch.float32
     assert parts.shape == (-(-inputs // 2048), tokens, 2 * outputs)
     assert relative(parts.double().sum(0), expected) < 1e-5
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs"), [(1, 64, 1), (9, 256, 130), (16, 576, 64), (33, 768, 200), (64, 2048, 65)]
+)
+def test_products_that_stream_their_weights(device: str, tokens: int, inputs: int, outputs: int) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x = random(tokens, inputs, device=device, dtype=dtype)
+    weight = random(2 * outputs, inputs, device=device, dtype=dtype, seed=1) * inputs**-0.5
+    expected = x.double() @ weight.double().T
+    assert relative(streamed_products.linear(x, weight), expected) < TOLERANCE[dtype]
+    gate, up = expected.chunk(2, dim=1)
+    gated = streamed_products.linear(x, weight, gated=True)
+    assert gated.shape == (tokens, outputs)
+    assert relative(gated, reference_layers.silu_mul(gate, up)) < TOLERANCE[dtype]
+    parts = streamed_products.partial_linear(x, weight)
+    assert parts.shape == (tuning.streamed_splits(inputs), tokens, 2 * outputs)
+    assert relative(parts.double().sum(0), expected) < TOLERANCE[dtype]
+
+
+def test_streamed_products_are_cut_and_staged_as_fits() -> None:
+    assert [tuning.streamed_splits(inputs) for inputs in (64, 128, 576, 896, 2048, 6144)] == [1, 2, 3, 2, 4, 4]
+    hopper, small = 232448, 101376
+    line = 2 * (64 + 64)  # bytes of 64 rows of a weight and 64 tokens
+    assert tuning.streamed_tiles(line, 1536, alone=True, shared=hopper) == (128, 6)
+    assert tuning.streamed_tiles(line, 1536, alone=False, shared=hopper) == (128, 4)
+    assert tuning.streamed_tiles(line, 192, alone=True, shared=hopper) == (64, 6), "a tile divides the depth"
+    assert tuning.streamed_tiles(line, 1536, alone=True, shared=small) == (128, 3)
+    assert tuning.streamed_tiles(2 * line, 1536, alone=True, shared=small) == (64, 3), "two tiles at least"
+
+
+def test_decode_steps_are_run_by_the_fastest_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    like = torch.empty(0, dtype=torch.bfloat16)
+    assert layer_ops.chain_for(1, (2048,), like) is None, "a CPU has none"
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+    def chains(widths: tuple[int, ...]) -> list[str | None]:
+        return [layer_ops.chain_for(tokens, widths, like) for tokens in (1, 8, 9, 64, 65)]
+
+    assert chains((2048, 2048, 6144)) == ["few", "few", "streamed", "streamed", None]
+    assert chains((4096, 4096, 14336)) == ["streamed"] * 4 + [None], "too wide for the kernels for few"
+    assert chains((576, 576, 1500)) == ["few", "few", None, None, None], "widths that aren't a multiple of 64"
+    assert layer_ops.chain_for(1, (2048,), like.float()) is None
+    capability = (8, 9)
+    assert chains((2048, 2048, 6144)) == [None] * 5
 
 
 def test_a_program_takes_several_tiles_where_not_all_run_at_once() -> None:

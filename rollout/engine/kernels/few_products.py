@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rollout.engine.kernels import tuning
 from rollout.engine.kernels.early import launch_next, wait
+from rollout.engine.kernels.pointwise import silu_times
 
 
 @triton.jit
@@ -89,8 +90,7 @@ def _store(y, out, tile, tokens, dtype: tl.constexpr, OUTPUTS: tl.constexpr, GAT
     token = tl.arange(0, TOKENS)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, [2, 8, TOKENS]), [1, 2, 0]))
-        gate = gate.to(dtype).to(tl.float32)
-        y = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+        y = silu_times(gate, up, dtype)
         output = tile * 8 + tl.arange(0, 8)
     else:
         output = tile * 16 + tl.arange(0, 16)

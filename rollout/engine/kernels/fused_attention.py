@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.engine.kernels import tuning
+from rollout.engine.kernels.early import launch_next, wait
 from rollout.engine.kernels.kv_write import check_cache
 from rollout.engine.kernels.pieces import counters, finish, partial_results
 from rollout.engine.kernels.shares import decode_cuts
@@ -129,7 +130,10 @@ def _fused_attention_kernel(
     BLOCK_N: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     JOIN_CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        launch_next()
     kv_head = tl.program_id(0) % KV_HEADS  # neighbours share a block table
     share = tl.program_id(0) // KV_HEADS
     cut = cuts + share * 8
@@ -166,6 +170,8 @@ def _fused_attention_kernel(
         qb, qb_high, kb, kb_high, vb, qn, qn_high, kn, kn_high, cos, sin = _row_weights(
             q_bias, k_bias, v_bias, q_norm, k_norm, cos_sin, at, kv_head, GROUP, PADDED_GROUP, HALF, BIAS, NORM, ROPE
         )
+        if EARLY:
+            wait()
         q_low, q_high = _halves(q, row * q_stride + heads, grouped, HALF)
         key_low, key_high = _halves(k, row * k_stride + head, grouped, HALF)
         value = tl.load(v + row * v_stride + kv_head * HEAD_DIM + dim[None, :])
@@ -234,9 +240,11 @@ def attend(
     window: int = 0,
     cuts: Tensor | None = None,
     tiles: tuning.Tiles | None = None,
+    early: bool = False,
 ) -> Tensor:
     """`reference_layers.rope_write`, and then `reference.paged_decode` of what it returns: [rows, heads, head dim].
 
+    `early`: the kernel is one of `kernels.early`, but for its launch where that doesn't pay, see `tuning.early_stages`.
     `cuts` is what `decode_cuts` made for these positions and window; None: it is made here. `tiles` stand in for the
     choice of `tuning`, for measurements.
     """
@@ -256,6 +264,8 @@ def attend(
         cuts = decode_cuts(token_row, position, k_cache, window=window, tiles=tiles)
     shares = cuts.shape[0]
     padded_group = triton.next_power_of_2(group)
+    at_once = triton.cdiv(shares * kv_heads, tuning.sm_count(device))
+    stages = tuning.early_stages(tiles, 2 * head_dim * q.element_size(), at_once, tuning.shared_bytes(device))
     partial, partial_lse = partial_results(shares, kv_heads, group, head_dim, device)
     q_bias, k_bias, v_bias = biases or (out, out, out)
     q_norm, k_norm = norms or (out, out)
@@ -299,7 +309,9 @@ def attend(
         BLOCK_N=tiles.block_n,
         PADDED_GROUP=padded_group,
         JOIN_CHUNK=tuning.joined_at_once(padded_group * head_dim, tiles),
+        EARLY=early,
         num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        num_stages=stages if early and stages else tiles.stages,
+        launch_pdl=early and stages is not None and q.is_cuda,
     )
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +13,20 @@ from rollout.engine.kernels import tuning
 
 __all__ = [
     "add_norm",
+    "chain_for",
     "decode_attention",
+    "early_linear",
+    "early_partial_linear",
     "few_attention",
-    "few_linear",
-    "few_partial_linear",
     "partial_linear",
     "rope_write",
     "silu_mul",
-    "takes_few",
 ]
+
+
+Chain = Literal["few", "streamed"]
+"""The chains of early kernels that run a decode step of few tokens: `kernels.few_products` and `kernels.few_attention`,
+or `kernels.streamed_products` and the attention of other decode steps."""
 
 
 def product_splits(tokens: int, inputs: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
@@ -54,26 +59,37 @@ def partial_linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(parts, weights, out_dtype=dtype)
 
 
-def takes_few(tokens: int, norm: Tensor) -> bool:
-    """Whether a decode step of so few tokens is faster in the kernels for few. `norm`: a norm's weight, [hidden]."""
-    if not norm.is_cuda or torch.cuda.get_device_capability(norm.device) < (9, 0):  # where programmatic launches begin
-        return False
-    narrow = norm.dtype in (torch.bfloat16, torch.float16) and norm.shape[0] <= tuning.FEW_WIDTH
-    return narrow and tokens <= tuning.FEW_TOKENS
+def chain_for(tokens: int, widths: tuple[int, ...], like: Tensor) -> Chain | None:
+    """The chain of early kernels in which a decode step of so many tokens is fastest; None: ordinary kernels are.
+
+    Args:
+        tokens: of the step.
+        widths: inner dimensions of the layers' products, the residual stream's first.
+        like: of the device and dtype that the products are of.
+    """
+    if not like.is_cuda or torch.cuda.get_device_capability(like.device) < (9, 0):  # where programmatic launches begin
+        return None
+    if like.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if tokens <= tuning.FEW_TOKENS and widths[0] <= tuning.FEW_WIDTH:
+        return "few"
+    return "streamed" if tokens <= tuning.STREAMED_TOKENS and tuning.streams(widths) else None
 
 
-def few_linear(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tensor:
-    """The product of few tokens. See `kernels.few_products.linear`."""
-    from rollout.engine.kernels import few_products
+def early_linear(x: Tensor, weight: Tensor, chain: Chain, *, gated: bool = False) -> Tensor:
+    """A product of a chain. See `kernels.few_products.linear` and `kernels.streamed_products.linear`."""
+    from rollout.engine.kernels import few_products, streamed_products
 
-    return few_products.linear(x, weight, gated=gated)
+    products = few_products if chain == "few" else streamed_products
+    return products.linear(x, weight, gated=gated)
 
 
-def few_partial_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`partial_linear` of few tokens. See `kernels.few_products.partial_linear`."""
-    from rollout.engine.kernels import few_products
+def early_partial_linear(x: Tensor, weight: Tensor, chain: Chain) -> Tensor:
+    """`partial_linear` of a chain."""
+    from rollout.engine.kernels import few_products, streamed_products
 
-    return few_products.partial_linear(x, weight)
+    products = few_products if chain == "few" else streamed_products
+    return products.partial_linear(x, weight)
 
 
 def add_norm(residual: Tensor, partial: Tensor | None, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:
@@ -138,6 +154,7 @@ def decode_attention(
     scaling: float,
     window: int,
     cuts: Tensor | None,
+    early: bool = False,
 ) -> Tensor:
     """A decode step's `rope_write` and attention, in one kernel where that pays: [rows, heads, head dim]."""
     heads = (q, k, v, biases, norms, eps, cos_sin)
@@ -148,8 +165,8 @@ def decode_attention(
     if q.is_cuda and tuning.fuses_attention(*sizes, tuning.sm_count(q.device)):
         from rollout.engine.kernels import fused_attention
 
-        return fused_attention.attend(*heads, *where, **how)
-    return kernels.paged_decode(rope_write(*heads, *where), *where, **how)
+        return fused_attention.attend(*heads, *where, **how, early=early)
+    return kernels.paged_decode(rope_write(*heads, *where, early=early), *where, **how)
 
 
 def few_attention(

@@ -78,6 +78,13 @@ def add_norm(residual: Tensor, partial: Tensor | None, weight: Tensor, eps: floa
 
 
 @triton.jit
+def silu_times(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up in float32, rounded to `dtype` where the Hugging Face module rounds, but for the result."""
+    gate = gate.to(dtype).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _silu_mul_kernel(
     gate,  # [tokens, FEATURES]
     up,
@@ -90,11 +97,10 @@ def _silu_mul_kernel(
     feature = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = feature < FEATURES
     at = token * token_stride + feature
-    g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + at, mask=mask, other=0.0)
+    u = tl.load(up + at, mask=mask, other=0.0)
     dtype = out.dtype.element_ty
-    activated = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
-    tl.store(out + token * FEATURES + feature, (activated * u).to(dtype), mask=mask)
+    tl.store(out + token * FEATURES + feature, silu_times(g, u, dtype).to(dtype), mask=mask)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

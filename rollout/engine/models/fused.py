@@ -46,15 +46,15 @@ class Joined:
         gate, up = self.products(x)
         return layer_ops.silu_mul(gate, up)
 
-    def few_products(self, x: Tensor) -> list[Tensor]:
-        """The same for few tokens, by an early kernel; only for weights that are joined."""
+    def early_products(self, x: Tensor, chain: layer_ops.Chain) -> list[Tensor]:
+        """`products` by an early kernel; only for weights that are joined."""
         assert self.whole is not None
-        return list(layer_ops.few_linear(x, self.whole).split(self.sizes, dim=1))
+        return list(layer_ops.early_linear(x, self.whole, chain).split(self.sizes, dim=1))
 
-    def few_gated(self, x: Tensor) -> Tensor:
-        """The same for few tokens, by an early kernel; only for weights that are joined."""
+    def early_gated(self, x: Tensor, chain: layer_ops.Chain) -> Tensor:
+        """`gated` by an early kernel; only for weights that are joined."""
         assert self.whole is not None
-        return layer_ops.few_linear(x, self.whole, gated=True)
+        return layer_ops.early_linear(x, self.whole, chain, gated=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +124,17 @@ class FusedDecoder:
             step: where the tokens stand in the cache.
             last: int64 [rows], or None.
         """
-        few = step.query_start is None and self._takes_few(token_ids.shape[0])
-        if few:
+        chain = self._chain(token_ids.shape[0]) if step.query_start is None else None
+        if chain is not None:
             # Attention reads cuts before it waits, so they come before the last ordinary kernel: see `kernels.early`.
             for window in {layer.window for layer in self.layers}:
-                step.cuts(window, few=True)
+                step.cuts(window, few=chain == "few")
         # [tokens, hidden], the residual stream; cast only where the table is tied to a head of another dtype
         x = F.embedding(token_ids, self.embedding).to(self.final_norm.dtype)
-        h = self._few(x, step) if few else self._many(x, step)
+        h = self._ordinary(x, step) if chain is None else self._early(x, step, chain)
         return self._logits(h if last is None else h.index_select(0, last))
 
-    def _many(self, x: Tensor, step: PagedStep) -> Tensor:
+    def _ordinary(self, x: Tensor, step: PagedStep) -> Tensor:
         """The layers: normalised residual stream, [tokens, hidden]."""
         h = layer_ops.add_norm(x, None, self.layers[0].attention_norm, self.eps)
         for index, (layer, next_norm) in enumerate(zip(self.layers, self._next_norms(), strict=True)):
@@ -146,15 +146,15 @@ class FusedDecoder:
             h = layer_ops.add_norm(x, y, next_norm, self.eps)
         return h
 
-    def _few(self, x: Tensor, step: PagedStep) -> Tensor:
+    def _early(self, x: Tensor, step: PagedStep, chain: layer_ops.Chain) -> Tensor:
         """The layers of a decode step of few tokens, as a chain of early kernels."""
         h = layer_ops.add_norm(x, None, self.layers[0].attention_norm, self.eps)
         for index, (layer, next_norm) in enumerate(zip(self.layers, self._next_norms(), strict=True)):
-            q, k, v = layer.qkv.few_products(h)
-            attended = self._few_attend(q, k, v, layer, index, step)
-            y = layer_ops.few_partial_linear(attended.flatten(1), layer.output)
+            q, k, v = layer.qkv.early_products(h, chain)
+            attended = self._early_attend(q, k, v, layer, index, step, chain)
+            y = layer_ops.early_partial_linear(attended.flatten(1), layer.output, chain)
             h = layer_ops.add_norm(x, y, layer.mlp_norm, self.eps, early=True)
-            y = layer_ops.few_partial_linear(layer.gate_up.few_gated(h), layer.down)
+            y = layer_ops.early_partial_linear(layer.gate_up.early_gated(h, chain), layer.down, chain)
             h = layer_ops.add_norm(x, y, next_norm, self.eps, early=True)
         return h
 
@@ -166,11 +166,16 @@ class FusedDecoder:
             return attend(layer_ops.rope_write(*heads, *step.where(index)), step, index, **how)
         return layer_ops.decode_attention(*heads, *step.where(index), **how, cuts=step.cuts(layer.window))
 
-    def _few_attend(self, q: Tensor, k: Tensor, v: Tensor, layer: _Layer, index: int, step: PagedStep) -> Tensor:
+    def _early_attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: _Layer, index: int, step: PagedStep, chain: layer_ops.Chain
+    ) -> Tensor:
         """The same by early kernels."""
-        where, cuts = step.where(index), step.cuts(layer.window, few=True)
-        q = layer_ops.rope_write(q, k, v, *self._heads(layer), *where, early=True)
-        return layer_ops.few_attention(q, *where, scaling=layer.scaling, window=layer.window, cuts=cuts)
+        heads, where = (q, k, v, *self._heads(layer)), step.where(index)
+        how: dict[str, Any] = {"scaling": layer.scaling, "window": layer.window}
+        if chain == "few":
+            q = layer_ops.rope_write(*heads, *where, early=True)
+            return layer_ops.few_attention(q, *where, **how, cuts=step.cuts(layer.window, few=True))
+        return layer_ops.decode_attention(*heads, *where, **how, cuts=step.cuts(layer.window), early=True)
 
     def _heads(self, layer: _Layer) -> _HeadWork:
         """What is done to queries, keys and values."""
@@ -180,9 +185,12 @@ class FusedDecoder:
         """The norm that follows each layer."""
         return [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
 
-    def _takes_few(self, tokens: int) -> bool:
-        joined = all(layer.qkv.whole is not None and layer.gate_up.whole is not None for layer in self.layers)
-        return joined and layer_ops.takes_few(tokens, self.final_norm)
+    def _chain(self, tokens: int) -> layer_ops.Chain | None:
+        """The chain of early kernels for a decode step of so many tokens, if there is one."""
+        if any(layer.qkv.whole is None or layer.gate_up.whole is None for layer in self.layers):
+            return None
+        widths = (self.final_norm.shape[0], self.layers[0].output.shape[1], self.layers[0].down.shape[1])
+        return layer_ops.chain_for(tokens, widths, self.final_norm)
 
     def _logits(self, h: Tensor) -> Tensor:
         """[rows, hidden] to [rows, vocabulary], in the head's dtype."""
