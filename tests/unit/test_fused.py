@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout import EngineConfig, RolloutWorker, SamplingParams
+from rollout.engine.kernels import layer_ops
 from rollout.engine.models.forward import ModuleForward
 from rollout.engine.models.fused import FusedDecoder, obstacle
 from rollout.engine.models.join import join_projections, joined
@@ -90,6 +91,17 @@ def test_joined_are_only_neighbours_in_order() -> None:
     assert joined([a, c]) is None
     assert joined([a, b.clone()]) is None
     assert joined([torch.ones(2, 3).T, torch.ones(2, 3).T]) is None
+
+
+def test_chains_are_for_weights_that_lie_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_ops, "chain_for", lambda *_: "streamed")
+    module = tiny("llama").eval()
+    assert FusedDecoder(module, 64)._chain(1) is None, "q, k and v lie apart"
+    join_projections(module)
+    assert FusedDecoder(module, 64)._chain(1) == "streamed"
+    projection = module.model.layers[1].self_attn.o_proj
+    projection.weight.data = projection.weight.data.T.contiguous().T
+    assert FusedDecoder(module, 64)._chain(1) is None, "one is transposed in memory"
 
 
 def worker_and_module(model: Any) -> tuple[RolloutWorker, Any]:

@@ -207,6 +207,18 @@ def test_decode_steps_are_run_by_the_fastest_chain(monkeypatch: pytest.MonkeyPat
     assert chains((2048, 2048, 6144)) == [None] * 5
 
 
+def test_logits_of_few_rows_are_streamed_after_a_chain() -> None:
+    head = torch.empty(100, 64, dtype=torch.bfloat16)
+
+    def streams(rows: int, head: Tensor) -> bool:
+        return layer_ops.streams_head(torch.empty(rows, head.shape[1], dtype=torch.bfloat16), head)
+
+    assert [streams(rows, head) for rows in (1, 32, 33, 64)] == [True, True, False, False]
+    assert not streams(1, head.float()), "a head kept in float32"
+    assert not streams(1, head[:, :32]), "no whole tile, nor one behind the other"
+    assert not streams(1, torch.empty(1 << 25, 64, dtype=torch.bfloat16, device="meta")), "offsets of 32 bits"
+
+
 def test_a_program_takes_several_tiles_where_not_all_run_at_once() -> None:
     assert [tuning.few_rounds(tiles, 132) for tiles in (1, 128, 396, 397, 768, 793)] == [1, 1, 1, 2, 2, 3]
 

@@ -21,6 +21,7 @@ __all__ = [
     "partial_linear",
     "rope_write",
     "silu_mul",
+    "streams_head",
 ]
 
 
@@ -82,6 +83,18 @@ def early_linear(x: Tensor, weight: Tensor, chain: Chain, *, gated: bool = False
 
     products = few_products if chain == "few" else streamed_products
     return products.linear(x, weight, gated=gated)
+
+
+def streams_head(h: Tensor, head: Tensor) -> bool:
+    """Whether logits after a chain had better come from `kernels.streamed_products`, too.
+
+    Args:
+        h: [rows, hidden], what the chain ends with.
+        head: [vocabulary, hidden].
+    """
+    addressed = head.is_contiguous() and head.numel() < 2**31  # their offsets are of 32 bits
+    possible = addressed and h.dtype == head.dtype and tuning.streams((h.shape[1],))
+    return possible and h.shape[0] <= tuning.STREAMED_HEAD_TOKENS
 
 
 def early_partial_linear(x: Tensor, weight: Tensor, chain: Chain) -> Tensor:

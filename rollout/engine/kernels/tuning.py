@@ -163,6 +163,10 @@ STREAMED_TOKENS = 64
 """Most tokens that are multiplied by `kernels.streamed_products`."""
 
 
+STREAMED_HEAD_TOKENS = 32
+"""Most tokens whose logits are. On an H200: -0.4 to -0.9% of a step of 1 to 32 rows of a 1.7B model; +0.3% at 64."""
+
+
 def streams(widths: tuple[int, ...]) -> bool:
     """Whether `kernels.streamed_products` take products of these inner dimensions."""
     return all(width % 64 == 0 for width in widths)

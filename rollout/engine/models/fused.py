@@ -2,9 +2,9 @@
 
 A layer is nine kernels: one product for q, k and v; biases, q/k-norm, rotary position and KV write; attention; the
 output product; residual and norm; one product for gate and up; SiLU and multiply; the down product; residual and norm.
-Two of them are one where that pays: the second and third in a decode step (`rollout.engine.kernels.fused_attention`),
-or, with few tokens, the sixth and seventh. These are launched before the one before them has ended (see
-`rollout.engine.kernels.early`).
+In a decode step the second and third are one where that pays (`rollout.engine.kernels.fused_attention`). A decode step
+of up to 64 tokens is a chain of kernels that are launched before the one before them has ended (see
+`rollout.engine.kernels.early`), with products of the project's own, which make the sixth and seventh one, too.
 It reads the module's parameters where they are, so whatever shares or exchanges them goes on working. What isn't a
 dense Llama, Mistral, Qwen2, Qwen3 or SmolLM3 keeps the module's own forward.
 """
@@ -73,6 +73,11 @@ class _Layer:
     rope: bool
     scaling: float
 
+    def is_plain(self) -> bool:
+        """Whether its weights lie in memory as early kernels read them."""
+        joined = self.qkv.whole is not None and self.gate_up.whole is not None
+        return joined and self.output.is_contiguous() and self.down.is_contiguous()
+
 
 _HeadWork = tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, Tensor] | None, float, Tensor | None]
 
@@ -132,7 +137,7 @@ class FusedDecoder:
         # [tokens, hidden], the residual stream; cast only where the table is tied to a head of another dtype
         x = F.embedding(token_ids, self.embedding).to(self.final_norm.dtype)
         h = self._ordinary(x, step) if chain is None else self._early(x, step, chain)
-        return self._logits(h if last is None else h.index_select(0, last))
+        return self._logits(h if last is None else h.index_select(0, last), chain)
 
     def _ordinary(self, x: Tensor, step: PagedStep) -> Tensor:
         """The layers: normalised residual stream, [tokens, hidden]."""
@@ -187,13 +192,15 @@ class FusedDecoder:
 
     def _chain(self, tokens: int) -> layer_ops.Chain | None:
         """The chain of early kernels for a decode step of so many tokens, if there is one."""
-        if any(layer.qkv.whole is None or layer.gate_up.whole is None for layer in self.layers):
+        if not all(layer.is_plain() for layer in self.layers):
             return None
         widths = (self.final_norm.shape[0], self.layers[0].output.shape[1], self.layers[0].down.shape[1])
         return layer_ops.chain_for(tokens, widths, self.final_norm)
 
-    def _logits(self, h: Tensor) -> Tensor:
-        """[rows, hidden] to [rows, vocabulary], in the head's dtype."""
+    def _logits(self, h: Tensor, chain: layer_ops.Chain | None) -> Tensor:
+        """[rows, hidden], from a chain or not, to [rows, vocabulary], in the head's dtype."""
+        if chain is not None and layer_ops.streams_head(h, self.head):
+            return layer_ops.early_linear(h, self.head, "streamed")
         with torch.autocast(h.device.type, enabled=False):
             return F.linear(h.to(self.head.dtype), self.head)
 
