@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rollout.engine.graphs import GraphKey, GraphPool
 from rollout.engine.streams import Event
@@ -73,3 +74,13 @@ class FakeStreams:
         self.log.append("all wait current")
 
     def synchronize(self) -> None: ...
+
+
+class Launches:
+    """Stands in for a Triton kernel, and keeps the options that it was launched with."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **options: self.options.append(options)

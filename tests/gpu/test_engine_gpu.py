@@ -100,6 +100,19 @@ def test_few_rows_overlap_their_kernels(architecture: str, rows: int) -> None:
     assert differences.mean() < MEAN_DIFFERENCE
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "rows"), [(16, 8, 40), (16, 8, 64), (16, 16, 64)])
+def test_attention_in_a_chain_at_every_load(heads: int, kv_heads: int, rows: int) -> None:
+    """With three and four programs of attention on an SM, and apart from rotary positions where there are more."""
+    sizes = {"hidden_size": 512, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    model = wide("qwen3", **sizes)
+    params = SamplingParams(n=-(-rows // 8), max_tokens=100, seed=5, ignore_eos=True)
+    with RolloutWorker(model, EngineConfig(block_size=16, max_rows=rows, kv_cache_bytes=1 << 28)) as worker:
+        completions = [c for group in worker.generate(PROMPTS, params) for c in group]
+    differences = torch.cat([(torch.tensor(c.logprobs) - logprobs_of(model, c)).abs() for c in completions])
+    assert differences.max() < MAX_DIFFERENCE
+    assert differences.mean() < MEAN_DIFFERENCE
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graph_is_eager_and_overlap_is_in_turns(dtype: torch.dtype) -> None:
     model = wide("qwen3")

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from rollout.engine import kernels
 from rollout.engine.attention import PagedStep
-from rollout.engine.kernels import few_attention, fused_attention, layer_ops, pointwise, shares
+from rollout.engine.kernels import decode, few_attention, fused_attention, layer_ops, pointwise, shares
 from rollout.engine.models.fused import FusedDecoder
 from rollout.engine.models.join import join_projections
 from tests.devices import in_interpreter
@@ -44,9 +44,9 @@ def run(decoder: FusedDecoder, lengths: list[int], head_dim: int) -> tuple[Tenso
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of minus infinity
 @pytest.mark.parametrize("lengths", [[37], [1, 16, 17, 70], [5, 80, 33, 16, 64, 2, 49]])
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
-@pytest.mark.parametrize("chain", ["few", "streamed"])
+@pytest.mark.parametrize(("chain", "fused"), [("few", False), ("streamed", True), ("streamed", False)])
 def test_a_chain_of_early_kernels_is_the_reference(
-    chain: layer_ops.Chain, architecture: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+    chain: layer_ops.Chain, fused: bool, architecture: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 192, "num_hidden_layers": LAYERS}
     module = tiny(architecture, **sizes).eval()
@@ -67,11 +67,25 @@ def test_a_chain_of_early_kernels_is_the_reference(
 
     def attention(*args: Any, **options: Any) -> Tensor:
         calls.append("attention")
-        return (few_attention.paged_decode if chain == "few" else fused_attention.attend)(*args, **options)
+        if chain == "few":
+            return few_attention.paged_decode(*args, **options)
+        if fused:
+            assert options["early"]
+            return fused_attention.attend(*args, **options)
+        return decode.paged_decode(*args, **options)
+
+    def rope_write(*args: Any, early: bool) -> Tensor:
+        assert early, "it is of the chain, whatever comes after it"
+        return pointwise.rope_write(*args, early=early)
 
     monkeypatch.setattr(layer_ops, "chain_for", lambda *_: chain)
-    monkeypatch.setattr(layer_ops, "rope_write", pointwise.rope_write)
-    monkeypatch.setattr(layer_ops, "few_attention" if chain == "few" else "decode_attention", attention)
+    monkeypatch.setattr(layer_ops, "rope_write", rope_write)
+    if chain == "few":
+        monkeypatch.setattr(layer_ops, "few_attention", attention)
+    elif fused:
+        monkeypatch.setattr(layer_ops, "decode_attention", attention)
+    else:
+        monkeypatch.setattr(kernels, "paged_decode", attention)
     monkeypatch.setattr(layer_ops, "add_norm", add_norm)
     monkeypatch.setattr(kernels, "decode_cuts", decode_cuts)
     logits, kv = run(decoder, lengths, head_dim)

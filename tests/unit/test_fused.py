@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollout import EngineConfig, RolloutWorker, SamplingParams
@@ -94,14 +95,41 @@ def test_joined_are_only_neighbours_in_order() -> None:
 
 
 def test_chains_are_for_weights_that_lie_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_ops, "chain_for", lambda *_: "streamed")
-    module = tiny("llama").eval()
-    assert FusedDecoder(module, 64)._chain(1) is None, "q, k and v lie apart"
+    asked: list[tuple[int, tuple[int, ...]]] = []
+
+    def chain_for(tokens: int, widths: tuple[int, ...], like: Tensor) -> str:
+        asked.append((tokens, widths))
+        return "streamed"
+
+    monkeypatch.setattr(layer_ops, "chain_for", chain_for)
+    module = tiny("llama", hidden_size=48, head_dim=16, num_attention_heads=4, intermediate_size=80).eval()
+    assert FusedDecoder(module, 64)._chain(1) is None, "projections lie apart"
     join_projections(module)
     assert FusedDecoder(module, 64)._chain(1) == "streamed"
-    projection = module.model.layers[1].self_attn.o_proj
-    projection.weight.data = projection.weight.data.T.contiguous().T
-    assert FusedDecoder(module, 64)._chain(1) is None, "one is transposed in memory"
+    assert asked == [(1, (48, 64, 80))]
+    attention, mlp = module.model.layers[1].self_attn, module.model.layers[0].mlp
+    for projection in (attention.o_proj, mlp.down_proj):
+        kept = projection.weight.data
+        projection.weight.data = kept.T.contiguous().T
+        assert FusedDecoder(module, 64)._chain(1) is None, "one is transposed in memory"
+        projection.weight.data = kept
+    for projection in (attention.v_proj, mlp.up_proj):
+        kept = projection.weight.data
+        projection.weight.data = kept.clone()
+        assert FusedDecoder(module, 64)._chain(1) is None, "one lies apart from its neighbours"
+        projection.weight.data = kept
+
+
+def test_prompts_take_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def chain_for(tokens: int, *_: object) -> None:
+        asked.append(tokens)
+
+    monkeypatch.setattr(layer_ops, "chain_for", chain_for)
+    tokens(tiny("llama"))
+    assert asked
+    assert max(asked) <= CONFIG.max_rows < min(map(len, PROMPTS)), "rows that decode, and no prompt's tokens"
 
 
 def worker_and_module(model: Any) -> tuple[RolloutWorker, Any]:

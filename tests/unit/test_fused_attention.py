@@ -13,6 +13,7 @@ from rollout.engine.kernels import tuning
 from rollout.engine.kernels.tuning import Tiles
 from tests import paged
 from tests.devices import on_devices
+from tests.fakes import Launches
 
 pytest.importorskip("triton")
 from rollout.engine.kernels import fused_attention, pieces, shares
@@ -37,6 +38,7 @@ def check(
     window: int = 0,
     tiles: Tiles | None = None,
     programs: int | None = None,
+    early: bool = False,
 ) -> None:
     """Rows of these lengths, the newest position of each being worked out, as everything but it is in the cache."""
     case = paged.make(lengths, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype, device=device)
@@ -88,6 +90,7 @@ def check(
         window=window,
         tiles=tiles,
         cuts=cuts,
+        early=early,
     )
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0)
@@ -98,7 +101,8 @@ def check(
 @on_devices
 @pytest.mark.parametrize("window", [0, 1, 2, 17, 100])
 def test_windows(device: str, window: int) -> None:
-    check([1, 2, 15, 16, 17, 70], device=device, heads=6, kv_heads=2, window=window, tiles=SMALL, programs=14)
+    how = {"heads": 6, "kv_heads": 2, "window": window, "tiles": SMALL, "programs": 14}
+    check([1, 2, 15, 16, 17, 70], device=device, early=window == 17, **how)  # type: ignore[arg-type]
 
 
 @on_devices
@@ -176,8 +180,25 @@ def test_one_kernel_where_each_program_has_one_row() -> None:
 
 def test_early_programs_leave_no_room_for_one_more() -> None:
     tiles, line_bytes, hopper = tuning.decode_tiles(128, 2, 64), 2 * 128 * 2, 232448
-    assert [tuning.early_stages(tiles, line_bytes, at_once, hopper) for at_once in (2, 3, 4)] == [6, None, 3]
-    assert tuning.early_stages(tiles, line_bytes, 2, 101376) is None, "six tiles don't fit"
+    assert [tuning.early_stages(tiles, line_bytes, programs, hopper) for programs in (2, 3, 4)] == [6, None, 3]
+    assert tuning.early_stages(tiles, line_bytes, 2, 101376) is None, "so many tiles don't fit"
+    wide = tuning.decode_tiles(256, 2, 32)
+    assert tuning.early_stages(wide, 2 * 256 * 2, 2, hopper) == 4
+
+
+@pytest.mark.parametrize(("early", "found", "stages"), [(True, 6, 6), (True, None, 3), (False, 6, 3)])
+def test_early_attention_is_launched_with_as_many_stages(
+    early: bool, found: int | None, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = Launches()
+    monkeypatch.setattr(fused_attention, "_fused_attention_kernel", launches)
+    monkeypatch.setattr(tuning, "early_stages", lambda *_: found)
+    case = paged.make([5, 9], kv_heads=2, head_dim=128, block_size=16, dtype=torch.float16, device="cpu")
+    q, k, v = torch.empty(2, 8 * 128, dtype=torch.float16).split([512, 256, 256], dim=1)
+    where = (case.k_cache, case.v_cache, case.block_table, case.rows, case.last)
+    cuts = torch.empty(4, 8, dtype=torch.int32)
+    fused_attention.attend(q, k, v, None, None, 1e-6, None, *where, scaling=1.0, cuts=cuts, early=early)
+    assert [(options["num_stages"], options["EARLY"]) for options in launches.options] == [(stages, early)]
 
 
 @pytest.mark.gpu

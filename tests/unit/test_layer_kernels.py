@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rollout.engine import reference_layers
 from tests.devices import on_devices
+from tests.fakes import Launches
 
 pytest.importorskip("triton")
 from rollout.engine.kernels import few_products, layer_ops, pointwise, streamed_products, tuning
@@ -178,15 +179,54 @@ def test_products_that_stream_their_weights(device: str, tokens: int, inputs: in
     assert relative(parts.double().sum(0), expected) < TOLERANCE[dtype]
 
 
+@on_devices
+def test_parts_of_a_sum_may_leave_the_range_of_float16(device: str) -> None:
+    x = torch.full((16, 1024), 200.0, dtype=torch.float16, device=device)
+    weight = torch.cat([torch.full((8, 512), sign * 4.0) for sign in (1, -1)], dim=1).to(device, torch.float16)
+    parts = streamed_products.partial_linear(x, weight)
+    assert torch.equal(parts.sum(0), torch.zeros(16, 8, device=device))
+
+
 def test_streamed_products_are_cut_and_staged_as_fits() -> None:
     assert [tuning.streamed_splits(inputs) for inputs in (64, 128, 576, 896, 2048, 6144)] == [1, 2, 3, 2, 4, 4]
     hopper, small = 232448, 101376
     line = 2 * (64 + 64)  # bytes of 64 rows of a weight and 64 tokens
     assert tuning.streamed_tiles(line, 1536, alone=True, shared=hopper) == (128, 6)
     assert tuning.streamed_tiles(line, 1536, alone=False, shared=hopper) == (128, 4)
-    assert tuning.streamed_tiles(line, 192, alone=True, shared=hopper) == (64, 6), "a tile divides the depth"
+    assert tuning.streamed_tiles(line, 192, alone=True, shared=hopper) == (64, 8), "a tile divides the depth"
     assert tuning.streamed_tiles(line, 1536, alone=True, shared=small) == (128, 3)
-    assert tuning.streamed_tiles(2 * line, 1536, alone=True, shared=small) == (64, 3), "two tiles at least"
+    assert tuning.streamed_tiles(2 * line, 1536, alone=True, shared=small) == (64, 3), "three tiles at least"
+    for tokens in (16, 32, 64):
+        for depth in (192, 320, 448, 512, 1216, 1536, 2240, 2752, 3584):
+            step, stages = tuning.streamed_tiles(2 * (64 + tokens), depth, alone=True, shared=hopper)
+            assert hopper // 2 < stages * step * 2 * (64 + tokens) <= hopper, "no two of them fit on an SM"
+
+
+def test_programs_of_streamed_products_are_alone_where_there_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    own_tiles = tuning.streamed_tiles
+
+    def tiles(line_bytes: int, depth: int, *, alone: bool, shared: int) -> tuple[int, int]:
+        asked.append(alone)
+        return own_tiles(line_bytes, depth, alone=alone, shared=shared)
+
+    monkeypatch.setattr(tuning, "streamed_tiles", tiles)
+    monkeypatch.setattr(streamed_products, "_streamed_kernel", Launches())
+    monkeypatch.setattr(tuning, "sm_count", lambda _: 132)
+    for outputs, gated in ((4096, False), (12288, False), (12288, True), (128, True)):
+        streamed_products.linear(torch.empty(16, 64), torch.empty(outputs, 64), gated=gated)
+    assert asked == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "warps"), [(1, 2048, 8), (1, 4096, 4), (2, 2048, 4)])
+def test_products_of_few_tokens_are_launched_with_as_many_warps(
+    tokens: int, outputs: int, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = Launches()
+    monkeypatch.setattr(few_products, "_few_kernel", launches)
+    monkeypatch.setattr(tuning, "sm_count", lambda _: 132)
+    few_products.partial_linear(torch.empty(tokens, 2048), torch.empty(outputs, 2048))
+    assert [(options["num_warps"], options["PARTS"]) for options in launches.options] == [(warps, warps)]
 
 
 def test_decode_steps_are_run_by_the_fastest_chain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +255,9 @@ def test_logits_of_few_rows_are_streamed_after_a_chain() -> None:
 
     assert [streams(rows, head) for rows in (1, 32, 33, 64)] == [True, True, False, False]
     assert not streams(1, head.float()), "a head kept in float32"
-    assert not streams(1, head[:, :32]), "no whole tile, nor one behind the other"
+    assert not streams(1, head[:, :32].contiguous()), "no whole tile"
+    assert not streams(1, torch.empty(64, 100, dtype=torch.bfloat16).T), "transposed in memory"
+    assert not streams(1, torch.empty(6401, dtype=torch.bfloat16)[1:].view(100, 64)), "not at a multiple of 16 bytes"
     assert not streams(1, torch.empty(1 << 25, 64, dtype=torch.bfloat16, device="meta")), "offsets of 32 bits"
 
 
@@ -235,6 +277,7 @@ def test_products_are_split_where_that_pays() -> None:
     assert layer_ops.product_splits(16, 14336, half) == (4, torch.float32)
     assert layer_ops.product_splits(17, 14336, half) == (2, half)
     assert layer_ops.product_splits(256, 4096, half) == (2, half)
+    assert layer_ops.product_splits(256, 4096, torch.float16) == (2, torch.float32), "its range may not reach"
     assert layer_ops.product_splits(257, 4096, half) == (1, half)
     assert layer_ops.product_splits(8, 576, half) == (1, half), "parts that aren't a multiple of 64 wide"
     assert layer_ops.product_splits(8, 2048, torch.float32) == (1, torch.float32)

@@ -2,12 +2,13 @@
 
 A decode step of few rows is a chain of short kernels. What costs time is the way from one to the next: a launch, the
 first loads, the last stores, with the memory idle meanwhile. In a chain of early kernels each one calls `launch_next`,
-fetches what none before it in the chain writes (weights, keys and values of earlier steps, where rows stand), and only
-then calls `wait`. So a kernel's data are on their way while its input is still being computed.
+may fetch what none before it in the chain writes (weights, keys and values of earlier steps, where rows stand), and
+only then calls `wait`. So a kernel's programs are in place, and some of its data on their way, while its input is still
+being computed. An ordinary kernel in the midst of a chain ends it, and another begins.
 
 NOTE: a chain is only right if in each of its kernels some program waits: then what ran before a kernel's predecessor
 has ended, too, when its own `wait` returns. And before the wait a kernel may read only what was there when the last
-ordinary kernel before the chain started. What that one writes may be on its way yet: the chain's first kernel is
+ordinary kernel before it started. What that one writes may be on its way yet: the chain's first kernel is
 launched when its programs have ended, and only a wait makes sure that their stores are to be seen.
 """
 

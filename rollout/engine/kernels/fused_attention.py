@@ -264,8 +264,10 @@ def attend(
         cuts = decode_cuts(token_row, position, k_cache, window=window, tiles=tiles)
     shares = cuts.shape[0]
     padded_group = triton.next_power_of_2(group)
-    at_once = triton.cdiv(shares * kv_heads, tuning.sm_count(device))
-    stages = tuning.early_stages(tiles, 2 * head_dim * q.element_size(), at_once, tuning.shared_bytes(device))
+    stages: int | None = tiles.stages
+    if early:
+        per_sm = triton.cdiv(shares * kv_heads, tuning.sm_count(device))
+        stages = tuning.early_stages(tiles, 2 * head_dim * q.element_size(), per_sm, tuning.shared_bytes(device))
     partial, partial_lse = partial_results(shares, kv_heads, group, head_dim, device)
     q_bias, k_bias, v_bias = biases or (out, out, out)
     q_norm, k_norm = norms or (out, out)
@@ -311,7 +313,7 @@ def attend(
         JOIN_CHUNK=tuning.joined_at_once(padded_group * head_dim, tiles),
         EARLY=early,
         num_warps=tiles.warps,
-        num_stages=stages if early and stages else tiles.stages,
+        num_stages=stages or tiles.stages,
         launch_pdl=early and stages is not None and q.is_cuda,
     )
     return out

@@ -18,6 +18,7 @@ __all__ = [
     "early_linear",
     "early_partial_linear",
     "few_attention",
+    "is_plain",
     "partial_linear",
     "rope_write",
     "silu_mul",
@@ -35,7 +36,8 @@ def product_splits(tokens: int, inputs: int, dtype: torch.dtype) -> tuple[int, t
     if tokens <= 16:
         splits, sums = 4, torch.float32
     elif tokens <= 256:
-        splits, sums = 2, dtype  # float32 sums would be more bytes than they are worth
+        # float32 sums would be more bytes than they are worth, but float16 may not reach as far as a part of a sum
+        splits, sums = 2, torch.float32 if dtype == torch.float16 else dtype
     else:
         return 1, dtype
     usable = dtype in (torch.bfloat16, torch.float16) and inputs % (64 * splits) == 0
@@ -60,8 +62,13 @@ def partial_linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(parts, weights, out_dtype=dtype)
 
 
+def is_plain(weight: Tensor) -> bool:
+    """Whether early kernels read a weight well: in one piece, 16 bytes at a time, by offsets of 32 bits."""
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.numel() < 2**31
+
+
 def chain_for(tokens: int, widths: tuple[int, ...], like: Tensor) -> Chain | None:
-    """The chain of early kernels in which a decode step of so many tokens is fastest; None: ordinary kernels are.
+    """The chain of early kernels in which a decode step of so many tokens was fastest on an H200; None: in none.
 
     Args:
         tokens: of the step.
@@ -77,14 +84,6 @@ def chain_for(tokens: int, widths: tuple[int, ...], like: Tensor) -> Chain | Non
     return "streamed" if tokens <= tuning.STREAMED_TOKENS and tuning.streams(widths) else None
 
 
-def early_linear(x: Tensor, weight: Tensor, chain: Chain, *, gated: bool = False) -> Tensor:
-    """A product of a chain. See `kernels.few_products.linear` and `kernels.streamed_products.linear`."""
-    from rollout.engine.kernels import few_products, streamed_products
-
-    products = few_products if chain == "few" else streamed_products
-    return products.linear(x, weight, gated=gated)
-
-
 def streams_head(h: Tensor, head: Tensor) -> bool:
     """Whether logits after a chain had better come from `kernels.streamed_products`, too.
 
@@ -92,17 +91,24 @@ def streams_head(h: Tensor, head: Tensor) -> bool:
         h: [rows, hidden], what the chain ends with.
         head: [vocabulary, hidden].
     """
-    addressed = head.is_contiguous() and head.numel() < 2**31  # their offsets are of 32 bits
-    possible = addressed and h.dtype == head.dtype and tuning.streams((h.shape[1],))
+    possible = is_plain(head) and h.dtype == head.dtype and tuning.streams((h.shape[1],))
     return possible and h.shape[0] <= tuning.STREAMED_HEAD_TOKENS
+
+
+def early_linear(x: Tensor, weight: Tensor, chain: Chain, *, gated: bool = False) -> Tensor:
+    """A product of a chain. See `kernels.few_products.linear` and `kernels.streamed_products.linear`."""
+    return _products(chain).linear(x, weight, gated=gated)
 
 
 def early_partial_linear(x: Tensor, weight: Tensor, chain: Chain) -> Tensor:
     """`partial_linear` of a chain."""
+    return _products(chain).partial_linear(x, weight)
+
+
+def _products(chain: Chain) -> Any:
     from rollout.engine.kernels import few_products, streamed_products
 
-    products = few_products if chain == "few" else streamed_products
-    return products.partial_linear(x, weight)
+    return few_products if chain == "few" else streamed_products
 
 
 def add_norm(residual: Tensor, partial: Tensor | None, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:

@@ -1,8 +1,9 @@
-"""Triton: the fused decoder's products for a few dozen tokens, which stream weights through shared memory.
+"""Triton: the fused decoder's products for up to 64 tokens, which stream weights through shared memory.
 
 They are kernels of `kernels.early`. What a library's product of so few tokens loses isn't so much the memory's speed as
 the time of a launch, of the way to the first tile and of the last sums. The programs of these are in place when their
-input is ready. SiLU and multiply, elsewhere a kernel of their own, are done by the product.
+input is ready, but ask for nothing sooner: weights fetched to the L2 cache before the wait gained nothing. SiLU and
+multiply, elsewhere a kernel of their own, are done by the product.
 
 Where outputs are few, the inner dimension is cut into parts, and the kernel after the product adds their sums up.
 """
@@ -77,9 +78,13 @@ def linear(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tensor:
 
 
 def partial_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [tokens, inputs] @ weight [outputs, inputs].T as partial sums in x's dtype, [splits, tokens, outputs]."""
+    """x [tokens, inputs] @ weight [outputs, inputs].T as partial sums, [splits, tokens, outputs].
+
+    They are in x's dtype, or in float32 for float16, beyond whose range parts of a sum may be.
+    """
     tokens, inputs = x.shape
-    out = torch.empty((tuning.streamed_splits(inputs), tokens, weight.shape[0]), dtype=x.dtype, device=x.device)
+    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
+    out = torch.empty((tuning.streamed_splits(inputs), tokens, weight.shape[0]), dtype=dtype, device=x.device)
     _launch(x, weight, out)
     return out
 
@@ -91,9 +96,9 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, *, gated: bool = False) -> N
     padded, depth = max(16, triton.next_power_of_2(tokens)), inputs // splits
     rows = tuning.streamed_rows(gated=gated)
     programs = triton.cdiv(outputs, rows // 2 if gated else rows)
-    at_once = programs * splits <= tuning.sm_count(x.device)
+    alone = not gated and programs * splits <= tuning.sm_count(x.device)
     step, stages = tuning.streamed_tiles(
-        (rows + padded) * x.element_size(), depth, alone=at_once and not gated, shared=tuning.shared_bytes(x.device)
+        (rows + padded) * x.element_size(), depth, alone=alone, shared=tuning.shared_bytes(x.device)
     )
     _streamed_kernel[(programs, splits)](
         x,

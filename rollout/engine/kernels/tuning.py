@@ -94,8 +94,8 @@ def decode_programs(pairs: int, tiles: Tiles, sm_count: int, *, few: bool = Fals
     return sm_count * min(at_once, tiles.programs_per_sm)
 
 
-def early_stages(tiles: Tiles, line_bytes: int, at_once: int, shared: int) -> int | None:
-    """Tiles in flight of decode attention that is launched early, of which `at_once` programs run on an SM.
+def early_stages(tiles: Tiles, line_bytes: int, programs_per_sm: int, shared: int) -> int | None:
+    """Tiles in flight of decode attention that is launched early.
 
     As many as leave no room for one program more: while the kernel before still runs on some SMs, others would be given
     more than their due. On an H200 that costs 10% of a step of 32 rows of 4K of a 1.7B model; this way 2% are gained.
@@ -103,16 +103,19 @@ def early_stages(tiles: Tiles, line_bytes: int, at_once: int, shared: int) -> in
     Args:
         tiles: chosen for programs that don't start early.
         line_bytes: of keys and values at one position of a kv head.
-        at_once: programs on an SM, at most those that `tiles` are for.
-        shared: bytes of shared memory that a program may have.
+        programs_per_sm: that there are.
+        shared: bytes of shared memory that a program, or little more than those of an SM, may have.
 
     Returns:
-        None where no such number is known: then it had better not be launched early.
+        None where such a kernel had better not start early. So it is with three programs on an SM, by a measurement.
     """
-    if tiles.programs_per_sm % at_once:
+    if programs_per_sm == tiles.programs_per_sm:
+        return tiles.stages  # registers let no more of them run
+    if tiles.programs_per_sm % programs_per_sm:
         return None
-    stages = tiles.stages * (tiles.programs_per_sm // at_once)
-    return stages if at_once * stages * tiles.block_n * line_bytes <= shared else None
+    tile_bytes = tiles.block_n * line_bytes
+    buffers = shared // ((programs_per_sm + 1) * tile_bytes) + 1  # a stage more than there are buffers
+    return buffers + 1 if programs_per_sm * (buffers * tile_bytes + 4096) <= shared else None
 
 
 def joined_at_once(values: int, tiles: Tiles, *, few: bool = False) -> int:
@@ -160,9 +163,11 @@ def few_rounds(tiles: int, sm_count: int) -> int:
 
 
 STREAMED_TOKENS = 64
-"""Most tokens that are multiplied by `kernels.streamed_products`."""
+"""Most tokens that are multiplied by `kernels.streamed_products`.
 
-
+On an H200, with a KV of 1K, they and attention between them take 6% off a step of a 1.7B model at 64 rows and 10 to 12%
+at 16 and 32, and 4 to 8% off one of an 8B model at 1 to 64. At 96 and 128 rows nothing is gained.
+"""
 STREAMED_HEAD_TOKENS = 32
 """Most tokens whose logits are. On an H200: -0.4 to -0.9% of a step of 1 to 32 rows of a 1.7B model; +0.3% at 64."""
 
@@ -189,11 +194,13 @@ def streamed_tiles(line_bytes: int, depth: int, *, alone: bool, shared: int) -> 
         line_bytes: of weight and input at one inner position.
         depth: inner positions of a program, a multiple of 64.
         alone: whether a program is to have a multiprocessor to itself. With room for two, the GPU puts them together
-            on some and leaves others idle: a step of 32 rows takes a sixth longer.
-        shared: bytes of shared memory that a program may have.
+            on some and leaves others idle: then the MLP of a 1.7B model takes a sixth longer at 32 rows.
+        shared: bytes of shared memory that a program, or little more than those of an SM, may have.
     """
-    step = 128 if depth % 128 == 0 and 2 * 128 * line_bytes <= shared else 64
-    return step, max(1, min(6 if alone else 4, shared // (step * line_bytes)))
+    step = 128 if depth % 128 == 0 and 3 * 128 * line_bytes <= shared else 64
+    tile_bytes = step * line_bytes
+    wanted = max(6, shared // 2 // tile_bytes + 1) if alone else 4
+    return step, max(1, min(wanted, shared // tile_bytes))
 
 
 def sample_block(rows: int, vocab: int, sm_count: int) -> int:

@@ -3,8 +3,9 @@
 A layer is nine kernels: one product for q, k and v; biases, q/k-norm, rotary position and KV write; attention; the
 output product; residual and norm; one product for gate and up; SiLU and multiply; the down product; residual and norm.
 In a decode step the second and third are one where that pays (`rollout.engine.kernels.fused_attention`). A decode step
-of up to 64 tokens is a chain of kernels that are launched before the one before them has ended (see
-`rollout.engine.kernels.early`), with products of the project's own, which make the sixth and seventh one, too.
+of up to 64 tokens in 16 bits is, on GPUs of compute capability 9.0 and up, a chain of kernels that are launched before
+the one before them has ended (see `rollout.engine.kernels.early`), with products of the project's own, which make the
+sixth and seventh one, too.
 It reads the module's parameters where they are, so whatever shares or exchanges them goes on working. What isn't a
 dense Llama, Mistral, Qwen2, Qwen3 or SmolLM3 keeps the module's own forward.
 """
@@ -75,8 +76,8 @@ class _Layer:
 
     def is_plain(self) -> bool:
         """Whether its weights lie in memory as early kernels read them."""
-        joined = self.qkv.whole is not None and self.gate_up.whole is not None
-        return joined and self.output.is_contiguous() and self.down.is_contiguous()
+        weights = (self.qkv.whole, self.gate_up.whole, self.output, self.down)
+        return all(weight is not None and layer_ops.is_plain(weight) for weight in weights)
 
 
 _HeadWork = tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, Tensor] | None, float, Tensor | None]
