@@ -17,7 +17,7 @@ from rollout.engine.kernels import tuning
 from rollout.engine.kernels.early import launch_next, wait
 from rollout.engine.kernels.kv_write import check_cache
 from rollout.engine.kernels.pieces import counters, finish, partial_results
-from rollout.engine.kernels.shares import decode_cuts
+from rollout.engine.kernels.shares import decode_cuts, read_cut
 from rollout.engine.kernels.tiles import block_ids, cells, limited, softmax_step, tiles_of, visible
 
 
@@ -136,13 +136,8 @@ def _fused_attention_kernel(
         launch_next()
     kv_head = tl.program_id(0) % KV_HEADS  # neighbours share a block table
     share = tl.program_id(0) // KV_HEADS
-    cut = cuts + share * 8
-    row = tl.load(cut).to(tl.int64)
-    offset = tl.load(cut + 1)
-    left = tl.load(cut + 2)
-    share_tiles = tl.load(cut + 3)
-    at = tl.load(cut + 4)
-    sequence = tl.load(cut + 5)
+    row, offset, left, share_tiles, at, sequence = read_cut(cuts, share)
+    row = row.to(tl.int64)
     if left == 0:
         return
     at_tile = share * share_tiles - offset  # where the row begins in the line

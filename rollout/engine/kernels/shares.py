@@ -65,10 +65,25 @@ def _cuts_kernel(
     tl.store(cut + 1, begin - start, mask=used)
     tl.store(cut + 2, count, mask=used)
     tl.store(cut + 3, share_tiles, mask=used)
-    # What the row's first load needs stands here as well, lest a program waits for one load after another.
     chosen = lane[None, :] == row[:, None]
     tl.store(cut + 4, tl.sum(tl.where(chosen, at[None, :], 0), 1), mask=used)
     tl.store(cut + 5, tl.sum(tl.where(chosen, sequence[None, :], 0), 1), mask=used)
+
+
+@triton.jit
+def read_cut(cuts, share):
+    """A share's row, first tile of it and tiles, those of any share, and the row's position and place in the table.
+
+    The last two stand here as well lest a program waits for one load after another.
+    """
+    cut = cuts + share * 8
+    row = tl.load(cut)
+    offset = tl.load(cut + 1)
+    left = tl.load(cut + 2)
+    share_tiles = tl.load(cut + 3)
+    at = tl.load(cut + 4)
+    sequence = tl.load(cut + 5)
+    return row, offset, left, share_tiles, at, sequence
 
 
 def decode_cuts(
