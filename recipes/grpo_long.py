@@ -469,6 +469,7 @@ def main(argv: list[str] | None = None) -> None:
         report.show(trainer)
     if worker := getattr(trainer, "rollout_worker", None):
         worker.close()
+    trainer.accelerator.end_training()  # else the process group's threads may abort a process that ends
 
 
 if __name__ == "__main__":

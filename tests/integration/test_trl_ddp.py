@@ -78,6 +78,7 @@ def process(folder: Path) -> None:
         )
     )
     trainer.rollout_worker.close()
+    trainer.accelerator.end_training()  # else the process group's threads may abort a process that ends
 
 
 if __name__ == "__main__":
