@@ -8,8 +8,8 @@ being computed. An ordinary kernel in the midst of a chain ends it, and another 
 
 NOTE: a chain is only right if in each of its kernels some program waits: then what ran before a kernel's predecessor
 has ended, too, when its own `wait` returns. And before the wait a kernel may read only what was there when the last
-ordinary kernel before it started. What that one writes may be on its way yet: the chain's first kernel is
-launched when its programs have ended, and only a wait makes sure that their stores are to be seen.
+ordinary kernel before it started. What that one writes may be on its way yet: the chain's first kernel is launched when
+its programs have ended, and only a wait makes sure that their stores are to be seen.
 """
 
 from __future__ import annotations
