@@ -442,7 +442,7 @@ def main(argv: list[str] | None = None) -> None:
         "quantization_config": get_quantization_config(model),
         "callbacks": [report],
     }
-    timeline = Timeline() if rollout.timeline and rollout.backend == "rollout" else None
+    timeline = Timeline() if rollout.timeline else None
     if rollout.backend == "trl":
         trainer = GRPOTrainer(**arguments)
     else:

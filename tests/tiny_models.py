@@ -10,7 +10,7 @@ from torch import nn
 
 from rollout import Completion
 
-_BASE: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -44,7 +44,7 @@ def tiny(name: str, *, seed: int = 0, **overrides: Any) -> Any:
     """A model of that architecture in float32 on the CPU, in training mode, its biases and norms random too."""
     family, own = _SPECS[name]
     config_class = getattr(transformers, f"{family}Config" if family != "Gemma3" else "Gemma3TextConfig")
-    config = config_class(**{**_BASE, **own, **overrides})
+    config = config_class(**{**SIZES, **own, **overrides})
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = getattr(transformers, f"{family}ForCausalLM")(config)
@@ -90,4 +90,4 @@ def fingerprint(learner: nn.Module) -> dict[str, Any]:
 def ragged_prompts(lengths: tuple[int, ...], *, seed: int = 1) -> list[list[int]]:
     """Random prompts of these lengths, without special tokens."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(4, _BASE["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
+    return [torch.randint(4, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in lengths]

@@ -97,18 +97,18 @@ class BroadcastSender:
     def _send(self, plan: Plan, named: Mapping[str, Source], bucket: Tensor) -> Exception | None:
         failure: Exception | None = None
         sends = self._link.rank == self._link.src
-        made: tuple[str, Tensor] | None = None  # one tensor may go on in the next bucket
-        asked: str | None = None
+        name: str | None = None  # of the tensor that is being sent, which may go on in the next bucket
+        value: Tensor | None = None  # None: it can't be read
         for pieces in plan.buckets:
             pairs: list[tuple[Tensor, Tensor]] = []
             for piece in pieces:
                 # NOTE: after an error the bucket is read to its end, for other ranks gather what this one must too.
                 try:
-                    if asked != piece.name:
-                        asked, made = piece.name, None
-                        made = (piece.name, _value(named[piece.name]))
-                    if made is not None:
-                        pairs.append((piece.within(bucket), piece.of(made[1])))
+                    if name != piece.name:
+                        name, value = piece.name, None
+                        value = _value(named[name])
+                    if value is not None:
+                        pairs.append((piece.within(bucket), piece.of(value)))
                 except Exception as error:
                     failure = failure or error
             if sends:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 from torch import Tensor
@@ -136,6 +138,23 @@ def test_partial_linear_adds_up(device: str, tokens: int, inputs: int) -> None:
     assert relative(parts.double().sum(0), expected) < (TOLERANCE[dtype] if parts.dtype == dtype else 1e-5)
 
 
+def check_products(
+    products: ModuleType, *, device: str, tokens: int, inputs: int, outputs: int
+) -> tuple[Tensor, float]:
+    """Holds `linear` against float64, gated and not. The parts `partial_linear` gives, and how far off their sum is."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x = random(tokens, inputs, device=device, dtype=dtype)
+    weight = random(2 * outputs, inputs, device=device, dtype=dtype, seed=1) * inputs**-0.5
+    expected = x.double() @ weight.double().T
+    assert relative(products.linear(x, weight), expected) < TOLERANCE[dtype]
+    gate, up = expected.chunk(2, dim=1)
+    gated = products.linear(x, weight, gated=True)
+    assert gated.shape == (tokens, outputs)
+    assert relative(gated, reference_layers.silu_mul(gate, up)) < TOLERANCE[dtype]
+    parts = products.partial_linear(x, weight)
+    return parts, relative(parts.double().sum(0), expected)
+
+
 @on_devices
 @pytest.mark.parametrize("alone", [0, 8], ids=["", "alone"])
 @pytest.mark.parametrize(
@@ -147,17 +166,10 @@ def test_products_of_few_tokens(
 ) -> None:
     monkeypatch.setattr(tuning, "ALONE_TOKENS", alone)
     monkeypatch.setattr(tuning, "few_rounds", lambda *_: rounds)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    x = random(tokens, inputs, device=device, dtype=dtype)
-    weight = random(2 * outputs, inputs, device=device, dtype=dtype, seed=1) * inputs**-0.5
-    expected = x.double() @ weight.double().T
-    assert relative(few_products.linear(x, weight), expected) < TOLERANCE[dtype]
-    gate, up = expected.chunk(2, dim=1)
-    assert relative(few_products.linear(x, weight, gated=True), reference_layers.silu_mul(gate, up)) < TOLERANCE[dtype]
-    parts = few_products.partial_linear(x, weight)
+    parts, off = check_products(few_products, device=device, tokens=tokens, inputs=inputs, outputs=outputs)
     assert parts.dtype == torch.float32
     assert parts.shape == (-(-inputs // 2048), tokens, 2 * outputs)
-    assert relative(parts.double().sum(0), expected) < 1e-5
+    assert off < 1e-5
 
 
 @on_devices
@@ -165,18 +177,9 @@ def test_products_of_few_tokens(
     ("tokens", "inputs", "outputs"), [(1, 64, 1), (9, 256, 130), (16, 576, 64), (33, 768, 200), (64, 2048, 65)]
 )
 def test_products_that_stream_their_weights(device: str, tokens: int, inputs: int, outputs: int) -> None:
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    x = random(tokens, inputs, device=device, dtype=dtype)
-    weight = random(2 * outputs, inputs, device=device, dtype=dtype, seed=1) * inputs**-0.5
-    expected = x.double() @ weight.double().T
-    assert relative(streamed_products.linear(x, weight), expected) < TOLERANCE[dtype]
-    gate, up = expected.chunk(2, dim=1)
-    gated = streamed_products.linear(x, weight, gated=True)
-    assert gated.shape == (tokens, outputs)
-    assert relative(gated, reference_layers.silu_mul(gate, up)) < TOLERANCE[dtype]
-    parts = streamed_products.partial_linear(x, weight)
+    parts, off = check_products(streamed_products, device=device, tokens=tokens, inputs=inputs, outputs=outputs)
     assert parts.shape == (tuning.streamed_splits(inputs), tokens, 2 * outputs)
-    assert relative(parts.double().sum(0), expected) < TOLERANCE[dtype]
+    assert off < TOLERANCE[parts.dtype]
 
 
 @on_devices

@@ -9,19 +9,8 @@ import torch
 import transformers
 
 from rollout import EngineConfig, RolloutWorker, SamplingParams
+from tests.tiny_models import SIZES
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 

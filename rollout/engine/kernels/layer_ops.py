@@ -16,7 +16,6 @@ __all__ = [
     "chain_for",
     "decode_attention",
     "early_linear",
-    "early_partial_linear",
     "few_attention",
     "is_plain",
     "partial_linear",
@@ -36,16 +35,15 @@ def product_splits(tokens: int, inputs: int, dtype: torch.dtype) -> tuple[int, t
     if tokens <= 16:
         splits, sums = 4, torch.float32
     elif tokens <= 256:
-        # float32 sums would be more bytes than they are worth, but float16 may not reach as far as a part of a sum
-        splits, sums = 2, torch.float32 if dtype == torch.float16 else dtype
+        splits, sums = 2, tuning.part_dtype(dtype)
     else:
         return 1, dtype
     usable = dtype in (torch.bfloat16, torch.float16) and inputs % (64 * splits) == 0
     return (splits, sums) if usable else (1, dtype)
 
 
-def partial_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [tokens, inputs] @ weight [outputs, inputs].T, as partial sums that `add_norm` adds up.
+def partial_linear(x: Tensor, weight: Tensor, chain: Chain | None = None) -> Tensor:
+    """x [tokens, inputs] @ weight [outputs, inputs].T, as partial sums that `add_norm` adds up. `chain`: in one.
 
     A library's product of few tokens fills the GPU badly where `outputs` is small, and shares its inner dimension by
     way of one more kernel. As a batch of products over parts of it, the next kernel adds the parts up for nothing.
@@ -53,6 +51,8 @@ def partial_linear(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [splits, tokens, outputs].
     """
+    if chain is not None:
+        return _products(chain).partial_linear(x, weight)
     tokens, inputs = x.shape
     splits, dtype = product_splits(tokens, inputs, x.dtype) if x.is_cuda else (1, x.dtype)
     if splits == 1:
@@ -98,11 +98,6 @@ def streams_head(h: Tensor, head: Tensor) -> bool:
 def early_linear(x: Tensor, weight: Tensor, chain: Chain, *, gated: bool = False) -> Tensor:
     """A product of a chain. See `kernels.few_products.linear` and `kernels.streamed_products.linear`."""
     return _products(chain).linear(x, weight, gated=gated)
-
-
-def early_partial_linear(x: Tensor, weight: Tensor, chain: Chain) -> Tensor:
-    """`partial_linear` of a chain."""
-    return _products(chain).partial_linear(x, weight)
 
 
 def _products(chain: Chain) -> Any:

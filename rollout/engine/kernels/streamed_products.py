@@ -2,8 +2,8 @@
 
 They are kernels of `kernels.early`. What a library's product of so few tokens loses isn't so much the memory's speed as
 the time of a launch, of the way to the first tile and of the last sums. The programs of these are in place when their
-input is ready, but ask for nothing sooner: weights fetched to the L2 cache before the wait gained nothing. SiLU and
-multiply, elsewhere a kernel of their own, are done by the product.
+input is ready, but ask for nothing sooner: fetching weights to the L2 cache before the wait helped some products a
+little, and others not. SiLU and multiply, elsewhere a kernel of their own, are done by the product.
 
 Where outputs are few, the inner dimension is cut into parts, and the kernel after the product adds their sums up.
 """
@@ -78,13 +78,10 @@ def linear(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tensor:
 
 
 def partial_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [tokens, inputs] @ weight [outputs, inputs].T as partial sums, [splits, tokens, outputs].
-
-    They are in x's dtype, or in float32 for float16, beyond whose range parts of a sum may be.
-    """
+    """x [tokens, inputs] @ weight [outputs, inputs].T as partial sums, [splits, tokens, outputs]."""
     tokens, inputs = x.shape
-    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
-    out = torch.empty((tuning.streamed_splits(inputs), tokens, weight.shape[0]), dtype=dtype, device=x.device)
+    shape = (tuning.streamed_splits(inputs), tokens, weight.shape[0])
+    out = torch.empty(shape, dtype=tuning.part_dtype(x.dtype), device=x.device)
     _launch(x, weight, out)
     return out
 

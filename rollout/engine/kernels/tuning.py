@@ -162,11 +162,19 @@ def few_rounds(tiles: int, sm_count: int) -> int:
     return -(-tiles // (3 * sm_count))
 
 
+def part_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What parts of a sum are kept in that is of `dtype` in the end.
+
+    float32 would be more bytes than they are worth, but float16 may not reach as far as a part of a sum.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 STREAMED_TOKENS = 64
 """Most tokens that are multiplied by `kernels.streamed_products`.
 
 On an H200, with a KV of 1K, they and attention between them take 6% off a step of a 1.7B model at 64 rows and 10 to 12%
-at 16 and 32, and 4 to 8% off one of an 8B model at 1 to 64. At 96 and 128 rows nothing is gained.
+at 16 and 32, and 4 to 8% off one of an 8B model at 1 to 64. At 128 rows nothing is gained.
 """
 STREAMED_HEAD_TOKENS = 32
 """Most tokens whose logits are. On an H200: -0.4 to -1.2% of a step of 1 to 32 rows of a 1.7B model; +0.3% at 64."""

@@ -6,6 +6,7 @@ In a decode step the second and third are one where that pays (`rollout.engine.k
 of up to 64 tokens in 16 bits is, on GPUs of compute capability 9.0 and up, a chain of kernels that are launched before
 the one before them has ended (see `rollout.engine.kernels.early`), with products of the project's own, which make the
 sixth and seventh one, too.
+
 It reads the module's parameters where they are, so whatever shares or exchanges them goes on working. What isn't a
 dense Llama, Mistral, Qwen2, Qwen3 or SmolLM3 keeps the module's own forward.
 """
@@ -34,28 +35,27 @@ class Joined:
         self.sizes = [w.shape[0] for w in weights]
         self.whole = joined(weights)
 
-    def products(self, x: Tensor) -> list[Tensor]:
-        """[tokens, inputs] to [tokens, outputs] for each weight; columns of one tensor where they are joined."""
+    def products(self, x: Tensor, chain: layer_ops.Chain | None = None) -> list[Tensor]:
+        """[tokens, inputs] to [tokens, outputs] for each weight; columns of one tensor where they are joined.
+
+        With `chain`, which is for joined weights alone, by one of its kernels.
+        """
+        if chain is not None:
+            assert self.whole is not None
+            return list(layer_ops.early_linear(x, self.whole, chain).split(self.sizes, dim=1))
         if self.whole is not None and self.whole.device.type == "cpu":
             self.whole = joined(self.weights)  # unless sharing memory with other processes has moved them apart
         if self.whole is None:
             return [F.linear(x, weight) for weight in self.weights]
         return list(F.linear(x, self.whole).split(self.sizes, dim=1))
 
-    def gated(self, x: Tensor) -> Tensor:
-        """silu(x @ gate) * (x @ up), where these are the weights."""
+    def gated(self, x: Tensor, chain: layer_ops.Chain | None = None) -> Tensor:
+        """silu(x @ gate) * (x @ up), where these are the weights. `chain`: as `products` has it."""
+        if chain is not None:
+            assert self.whole is not None
+            return layer_ops.early_linear(x, self.whole, chain, gated=True)
         gate, up = self.products(x)
         return layer_ops.silu_mul(gate, up)
-
-    def early_products(self, x: Tensor, chain: layer_ops.Chain) -> list[Tensor]:
-        """`products` by an early kernel; only for weights that are joined."""
-        assert self.whole is not None
-        return list(layer_ops.early_linear(x, self.whole, chain).split(self.sizes, dim=1))
-
-    def early_gated(self, x: Tensor, chain: layer_ops.Chain) -> Tensor:
-        """`gated` by an early kernel; only for weights that are joined."""
-        assert self.whole is not None
-        return layer_ops.early_linear(x, self.whole, chain, gated=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,7 @@ class FusedDecoder:
         self.final_norm: Tensor = model.norm.weight
         self.head: Tensor = module.get_output_embeddings().weight  # type: ignore[operator]
         self.layers = [_read_layer(layer) for layer in model.layers]
+        self._is_plain = all(layer.is_plain() for layer in self.layers)
         self.cos_sin = _rotary_table(model.rotary_emb, max_positions, self.final_norm)
 
     def __call__(self, token_ids: Tensor, step: PagedStep, last: Tensor | None) -> Tensor:
@@ -137,51 +138,34 @@ class FusedDecoder:
                 step.cuts(window, few=chain == "few")
         # [tokens, hidden], the residual stream; cast only where the table is tied to a head of another dtype
         x = F.embedding(token_ids, self.embedding).to(self.final_norm.dtype)
-        h = self._ordinary(x, step) if chain is None else self._early(x, step, chain)
+        h = self._layers(x, step, chain)
         return self._logits(h if last is None else h.index_select(0, last), chain)
 
-    def _ordinary(self, x: Tensor, step: PagedStep) -> Tensor:
-        """The layers: normalised residual stream, [tokens, hidden]."""
+    def _layers(self, x: Tensor, step: PagedStep, chain: layer_ops.Chain | None) -> Tensor:
+        """The normalised residual stream behind the layers, [tokens, hidden]. `chain`: by early kernels, in a chain."""
+        early = chain is not None
         h = layer_ops.add_norm(x, None, self.layers[0].attention_norm, self.eps)
         for index, (layer, next_norm) in enumerate(zip(self.layers, self._next_norms(), strict=True)):
-            q, k, v = layer.qkv.products(h)
-            attended = self._attend(q, k, v, layer, index, step)
-            y = layer_ops.partial_linear(attended.flatten(1), layer.output)
-            h = layer_ops.add_norm(x, y, layer.mlp_norm, self.eps)
-            y = layer_ops.partial_linear(layer.gate_up.gated(h), layer.down)
-            h = layer_ops.add_norm(x, y, next_norm, self.eps)
+            q, k, v = layer.qkv.products(h, chain)
+            attended = self._attend(q, k, v, layer, index, step, chain)
+            y = layer_ops.partial_linear(attended.flatten(1), layer.output, chain)
+            h = layer_ops.add_norm(x, y, layer.mlp_norm, self.eps, early=early)
+            y = layer_ops.partial_linear(layer.gate_up.gated(h, chain), layer.down, chain)
+            h = layer_ops.add_norm(x, y, next_norm, self.eps, early=early)
         return h
 
-    def _early(self, x: Tensor, step: PagedStep, chain: layer_ops.Chain) -> Tensor:
-        """The layers of a decode step of few tokens, as a chain of early kernels."""
-        h = layer_ops.add_norm(x, None, self.layers[0].attention_norm, self.eps)
-        for index, (layer, next_norm) in enumerate(zip(self.layers, self._next_norms(), strict=True)):
-            q, k, v = layer.qkv.early_products(h, chain)
-            attended = self._early_attend(q, k, v, layer, index, step, chain)
-            y = layer_ops.early_partial_linear(attended.flatten(1), layer.output, chain)
-            h = layer_ops.add_norm(x, y, layer.mlp_norm, self.eps, early=True)
-            y = layer_ops.early_partial_linear(layer.gate_up.early_gated(h, chain), layer.down, chain)
-            h = layer_ops.add_norm(x, y, next_norm, self.eps, early=True)
-        return h
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: _Layer, index: int, step: PagedStep) -> Tensor:
-        """From the products for q, k and v to what heads attended, [tokens, heads, head dim]."""
-        heads = (q, k, v, *self._heads(layer))
-        how: dict[str, Any] = {"scaling": layer.scaling, "window": layer.window}
-        if step.query_start is not None:
-            return attend(layer_ops.rope_write(*heads, *step.where(index)), step, index, **how)
-        return layer_ops.decode_attention(*heads, *step.where(index), **how, cuts=step.cuts(layer.window))
-
-    def _early_attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: _Layer, index: int, step: PagedStep, chain: layer_ops.Chain
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: _Layer, index: int, step: PagedStep, chain: layer_ops.Chain | None
     ) -> Tensor:
-        """The same by early kernels."""
+        """From the products for q, k and v to what heads attended, [tokens, heads, head dim]."""
         heads, where = (q, k, v, *self._heads(layer)), step.where(index)
         how: dict[str, Any] = {"scaling": layer.scaling, "window": layer.window}
+        if step.query_start is not None:
+            return attend(layer_ops.rope_write(*heads, *where), step, index, **how)
+        cuts = step.cuts(layer.window, few=chain == "few")
         if chain == "few":
-            q = layer_ops.rope_write(*heads, *where, early=True)
-            return layer_ops.few_attention(q, *where, **how, cuts=step.cuts(layer.window, few=True))
-        return layer_ops.decode_attention(*heads, *where, **how, cuts=step.cuts(layer.window), early=True)
+            return layer_ops.few_attention(layer_ops.rope_write(*heads, *where, early=True), *where, **how, cuts=cuts)
+        return layer_ops.decode_attention(*heads, *where, **how, cuts=cuts, early=chain is not None)
 
     def _heads(self, layer: _Layer) -> _HeadWork:
         """What is done to queries, keys and values."""
@@ -193,7 +177,7 @@ class FusedDecoder:
 
     def _chain(self, tokens: int) -> layer_ops.Chain | None:
         """The chain of early kernels for a decode step of so many tokens, if there is one."""
-        if not all(layer.is_plain() for layer in self.layers):
+        if not self._is_plain:
             return None
         widths = (self.final_norm.shape[0], self.layers[0].output.shape[1], self.layers[0].down.shape[1])
         return layer_ops.chain_for(tokens, widths, self.final_norm)
