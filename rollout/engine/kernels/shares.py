@@ -1,9 +1,10 @@
 """Triton: how decode attention's work is shared among programs, planned once a step for all layers.
 
 Owns the cuts. Of each kv head, the rows' KV lies in one line of tiles, cut into shares of equal length, one for each
-program: so all programs end together, whether rows are alike or one of them is as long as all others. Rows that are
-alike are shared out whole, for pieces take time to join. Lengths are read on the device, so a graph plans anew at each
-replay.
+program: so all programs end together, whether rows are alike or one of them is as long as all others. But where a share
+ends one row and begins another, its program has twice the way from a query to a piece, and pieces take time to join. So
+where that makes no share much longer, rows that are alike are shared out whole, or else each row is cut into shares of
+its own. Lengths are read on the device, so a graph plans anew at each replay.
 
 Where a row is cut depends on its neighbours' lengths, and so does the rounding of its float32 sums; nothing else does.
 Equal shares are the idea of stream-K (Osama et al., 2023).
@@ -44,10 +45,19 @@ def _cuts_kernel(
     until = tl.cumsum(tiles, 0)  # [PADDED_ROWS], inclusive
     total = tl.sum(tiles, 0)
     share_tiles = tl.maximum((total + shares - 1) // shares, least_tiles)
-    # Pieces take time to join. So rows stay whole if that leaves no program with an eighth more than its due, and one
-    # in ten programs without a row at most.
+    # Rows stay whole if that leaves no program with an eighth more than its due, and one in ten programs without a row
+    # at most.
     share_rows = (rows + shares - 1) // shares
     whole = (tl.max(tiles, 0) * rows * 8 <= total * 9) & (rows * 10 >= share_rows * shares * 9)
+    if PADDED_ROWS <= 128:  # of more rows, hardly any has several shares
+        # Or else shares are of the least length, up to a 24th more, at which there are enough for each row to have its
+        # own. On an H200, a 15th more cost a step of 8 rows of 2K to 16K more than it gained.
+        longer = share_tiles + share_tiles * tl.arange(0, 16) // 360  # [16]
+        wanted = tl.sum((tiles[None, :] + longer[:, None] - 1) // longer[:, None], 1)
+        own_tiles = tl.min(tl.where(wanted <= shares, longer, 1 << 30), 0)
+        own = (own_tiles < 1 << 30) & (whole == 0)
+        share_tiles = tl.where(own, own_tiles, share_tiles)
+        until = tl.where(own, tl.cumsum((tiles + share_tiles - 1) // share_tiles * share_tiles, 0), until)
 
     share = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     begin = share * share_tiles  # [BLOCK], in the line
@@ -58,6 +68,9 @@ def _cuts_kernel(
     begin = tl.where(whole, start, begin)
     inside = (lane[None, :] < first[:, None] + share_rows) & real[None, :]
     end = tl.where(whole, tl.max(tl.where(inside, until[None, :], 0), 1), begin + share_tiles)
+    chosen = lane[None, :] == row[:, None]
+    if PADDED_ROWS <= 128:
+        total = tl.where(own, start + tl.sum(tl.where(chosen, tiles[None, :], 0), 1), total)  # [BLOCK], the row's end
     count = tl.maximum(tl.minimum(end, total) - begin, 0)
     cut = cuts + share * 8
     used = share < shares
@@ -65,7 +78,6 @@ def _cuts_kernel(
     tl.store(cut + 1, begin - start, mask=used)
     tl.store(cut + 2, count, mask=used)
     tl.store(cut + 3, share_tiles, mask=used)
-    chosen = lane[None, :] == row[:, None]
     tl.store(cut + 4, tl.sum(tl.where(chosen, at[None, :], 0), 1), mask=used)
     tl.store(cut + 5, tl.sum(tl.where(chosen, sequence[None, :], 0), 1), mask=used)
 
