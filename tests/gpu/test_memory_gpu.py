@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from rollout import EngineConfig, RolloutWorker, SamplingParams
+from rollout.engine.driver import Driver
 from rollout.engine.models import learner as learner_module
 from rollout.engine.models.learner import Source
-from rollout.engine.virtual_memory import CudaRange, Driver
+from rollout.engine.virtual_memory import CudaRange
 from rollout.weights import exchange, undo
 from tests.tiny_models import ragged_prompts, tiny, tokens
 

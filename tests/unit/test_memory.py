@@ -14,9 +14,10 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.engine import memory, virtual_memory
+from rollout.engine.driver import Driver
 from rollout.engine.memory import KVMemory, OwnWeights
 from rollout.engine.models.hf import ModelShape
-from rollout.engine.virtual_memory import CudaRange, Driver, FixedRange, HostRange, make_range, round_up
+from rollout.engine.virtual_memory import CudaRange, FixedRange, HostRange, make_range, round_up
 
 CPU = torch.device("cpu")
 GRAIN = 16
