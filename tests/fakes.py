@@ -67,6 +67,13 @@ class FakeStreams:
     def event(self, *, in_graphs: bool = False) -> FakeEvent:
         return FakeEvent(self.log)
 
+    def mark(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        self.log.append(f"beside compute: {event.name}")
+
+    def join_marks(self) -> None:
+        self.log.append("compute waits for what is beside")
+
     def seconds(self, event: Event) -> float:
         return 0.0
 

@@ -112,7 +112,10 @@ class Steps:
     def _decode(self, key: GraphKey) -> Callable[[], None]:
         slot, before = self._slots[key.slot], self._slots[key.slot - 1]
         inputs = slot.decode_inputs(key.rows)
-        started = partial(self._streams.compute.record, slot.compute_start)
-        return partial(
-            self._runner.decode, inputs, before.out_tokens, slot.device_out, filtered=key.filtered, started=started
-        )
+        started = partial(self._streams.mark, slot.compute_start)
+
+        def run() -> None:
+            self._runner.decode(inputs, before.out_tokens, slot.device_out, filtered=key.filtered, started=started)
+            self._streams.join_marks()
+
+        return run
