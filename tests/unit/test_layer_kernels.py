@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -233,19 +234,23 @@ def test_products_of_few_tokens_are_launched_with_as_many_warps(
 
 
 def test_decode_steps_are_run_by_the_fastest_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    like = torch.empty(0, dtype=torch.bfloat16)
-    assert layer_ops.chain_for(1, (2048,), like) is None, "a CPU has none"
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+    def chain_for(
+        tokens: int, widths: tuple[int, ...], device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+    ) -> Any:
+        like: Any = SimpleNamespace(device=torch.device(device), dtype=dtype)
+        return layer_ops.chain_for(tokens, widths, like)
 
     def chains(widths: tuple[int, ...]) -> list[str | None]:
-        return [layer_ops.chain_for(tokens, widths, like) for tokens in (1, 8, 9, 64, 65)]
+        return [chain_for(tokens, widths) for tokens in (1, 8, 9, 64, 65)]
 
     assert chains((2048, 2048, 6144)) == ["few", "few", "streamed", "streamed", None]
     assert chains((4096, 4096, 14336)) == ["streamed"] * 4 + [None], "too wide for the kernels for few"
     assert chains((576, 576, 1500)) == ["few", "few", None, None, None], "widths that aren't a multiple of 64"
-    assert layer_ops.chain_for(1, (2048,), like.float()) is None
+    assert chain_for(1, (2048,), dtype=torch.float32) is None
+    assert chain_for(1, (2048,), device="cpu") is None
     capability = (8, 9)
     assert chains((2048, 2048, 6144)) == [None] * 5
 

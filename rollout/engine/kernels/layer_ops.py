@@ -75,9 +75,7 @@ def chain_for(tokens: int, widths: tuple[int, ...], like: Tensor) -> Chain | Non
         widths: inner dimensions of the layers' products, the residual stream's first.
         like: of the device and dtype that the products are of.
     """
-    if not like.is_cuda or torch.cuda.get_device_capability(like.device) < (9, 0):  # where programmatic launches begin
-        return None
-    if like.dtype not in (torch.bfloat16, torch.float16):
+    if not tuning.may_start_early(like.device) or like.dtype not in (torch.bfloat16, torch.float16):
         return None
     if tokens <= tuning.FEW_TOKENS and widths[0] <= tuning.FEW_WIDTH:
         return "few"

@@ -222,6 +222,11 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def may_start_early(device: torch.device) -> bool:
+    """Whether kernels may be launched before their predecessor has ended, see `kernels.early`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @cache
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that one program may have."""
