@@ -16,6 +16,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
+def embed_norm(token_ids: Tensor, embedding: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Looks tokens up in the table, and normalises what stands there.
+
+    Args:
+        token_ids: int32 [tokens].
+        embedding: [vocabulary, hidden].
+        weight: [hidden], of the residual stream's dtype, which may be narrower than the table's.
+        eps: added to the mean square.
+
+    Returns:
+        The residual stream, and that normalised, [tokens, hidden] each.
+    """
+    residual = F.embedding(token_ids, embedding).to(weight.dtype)
+    return residual, rms_norm(residual, weight, eps)
+
+
 def add_norm(residual: Tensor, partial: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Adds partial sums to the residual stream, in place, and normalises it.
 

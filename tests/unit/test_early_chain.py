@@ -61,6 +61,10 @@ def test_a_chain_of_early_kernels_is_the_reference(
         calls.append("norm")
         return pointwise.add_norm(*args, **options)
 
+    def embed_norm(*args: Any) -> tuple[Tensor, Tensor]:
+        calls.append("first norm")
+        return pointwise.embed_norm(*args)
+
     def decode_cuts(*args: Any, **options: Any) -> Tensor:
         calls.append("cuts")
         return shares.decode_cuts(*args, **options)
@@ -86,10 +90,11 @@ def test_a_chain_of_early_kernels_is_the_reference(
         monkeypatch.setattr(layer_ops, "decode_attention", attention)
     else:
         monkeypatch.setattr(kernels, "paged_decode", attention)
+    monkeypatch.setattr(layer_ops, "embed_norm", embed_norm)
     monkeypatch.setattr(layer_ops, "add_norm", add_norm)
     monkeypatch.setattr(kernels, "decode_cuts", decode_cuts)
     logits, kv = run(decoder, lengths, head_dim)
     # attention reads the cuts before it waits, so they are made before the last ordinary kernel, the first norm
-    assert calls == ["cuts", "norm", *["attention", "norm", "norm"] * LAYERS]
+    assert calls == ["cuts", "first norm", *["attention", "norm", "norm"] * LAYERS]
     torch.testing.assert_close(logits, expected_logits, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(kv, expected_kv, atol=1e-5, rtol=1e-4)

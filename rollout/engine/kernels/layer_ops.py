@@ -16,6 +16,7 @@ __all__ = [
     "chain_for",
     "decode_attention",
     "early_linear",
+    "embed_norm",
     "few_attention",
     "is_plain",
     "partial_linear",
@@ -104,14 +105,21 @@ def _products(chain: Chain) -> Any:
     return few_products if chain == "few" else streamed_products
 
 
-def add_norm(residual: Tensor, partial: Tensor | None, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:
+def embed_norm(token_ids: Tensor, embedding: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream's beginning, and that normalised. See `reference_layers.embed_norm`."""
+    if embedding.is_cuda:
+        from rollout.engine.kernels import pointwise
+
+        return pointwise.embed_norm(token_ids, embedding, weight, eps)
+    return reference_layers.embed_norm(token_ids, embedding, weight, eps)
+
+
+def add_norm(residual: Tensor, partial: Tensor, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:
     """Adds partial sums to the residual, in place, and normalises it. See `reference_layers.add_norm`."""
     if residual.is_cuda:
         from rollout.engine.kernels import pointwise
 
         return pointwise.add_norm(residual, partial, weight, eps, early=early)
-    if partial is None:
-        return reference_layers.rms_norm(residual, weight, eps)
     return reference_layers.add_norm(residual, partial, weight, eps)
 
 

@@ -136,15 +136,14 @@ class FusedDecoder:
             # Attention reads cuts before it waits, so they come before the last ordinary kernel: see `kernels.early`.
             for window in {layer.window for layer in self.layers}:
                 step.cuts(window, few=chain == "few")
-        # [tokens, hidden], the residual stream; cast only where the table is tied to a head of another dtype
-        x = F.embedding(token_ids, self.embedding).to(self.final_norm.dtype)
-        h = self._layers(x, step, chain)
+        h = self._layers(token_ids, step, chain)
         return self._logits(h if last is None else h.index_select(0, last), chain)
 
-    def _layers(self, x: Tensor, step: PagedStep, chain: layer_ops.Chain | None) -> Tensor:
+    def _layers(self, token_ids: Tensor, step: PagedStep, chain: layer_ops.Chain | None) -> Tensor:
         """The normalised residual stream behind the layers, [tokens, hidden]. `chain`: by early kernels, in a chain."""
         early = chain is not None
-        h = layer_ops.add_norm(x, None, self.layers[0].attention_norm, self.eps)
+        # the residual stream and what its next norm makes of it, [tokens, hidden] each
+        x, h = layer_ops.embed_norm(token_ids, self.embedding, self.layers[0].attention_norm, self.eps)
         for index, (layer, next_norm) in enumerate(zip(self.layers, self._next_norms(), strict=True)):
             q, k, v = layer.qkv.products(h, chain)
             attended = self._attend(q, k, v, layer, index, step, chain)
