@@ -14,7 +14,7 @@ from tests.devices import on_devices
 from tests.fakes import Launches
 
 pytest.importorskip("triton")
-from rollout.engine.kernels import few_products, layer_ops, pointwise, streamed_products, tuning
+from rollout.engine.kernels import few_products, layer_ops, placement, pointwise, streamed_products, tuning
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -47,6 +47,37 @@ def test_add_norm(device: str, early: bool, dtype: torch.dtype, splits: int) -> 
     out = pointwise.add_norm(residual, partial, weight, 1e-5, early=early)
     assert relative(residual, expected_residual) < TOLERANCE[dtype]
     assert relative(out, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("tokens", "early", "apart"), [(1, True, True), (2, True, False), (1, False, False)])
+def test_one_tokens_norm_in_a_chain_is_kept_apart(
+    tokens: int, early: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = Launches()
+    monkeypatch.setattr(pointwise, "_add_norm_kernel", launches)
+    pointwise.add_norm(torch.empty(tokens, 80), torch.empty(1, tokens, 80), torch.empty(80), 1e-5, early=early)
+    assert [options["APART"] for options in launches.options] == [apart]
+
+
+def test_kernels_are_kept_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    cuda = SimpleNamespace(
+        CUfunction=lambda handle: ("function", handle),
+        CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT="carve-out"),
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_OUT_OF_MEMORY=2),
+        cuFuncSetAttribute=lambda *arguments: (calls.append(arguments), (0,))[1],
+    )
+    monkeypatch.setattr(placement, "cuda_bindings", lambda need: cuda)
+    placement._prefer_no_shared_memory.cache_clear()
+    try:
+        for handle in (7, 8, 7):
+            placement.keep_apart(SimpleNamespace(function=handle))
+        assert calls == [(("function", handle), "carve-out", 0) for handle in (7, 8)]
+        cuda.cuFuncSetAttribute = lambda *_: (1,)
+        with pytest.raises(RuntimeError, match="cuFuncSetAttribute on a kernel failed: 1"):
+            placement.keep_apart(SimpleNamespace(function=9))
+    finally:
+        placement._prefer_no_shared_memory.cache_clear()
 
 
 @on_devices

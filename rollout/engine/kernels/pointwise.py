@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout.engine.kernels import placement, tuning
 from rollout.engine.kernels.early import launch_next, wait
 
 
@@ -86,6 +87,7 @@ def _add_norm_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
+    APART: tl.constexpr,  # a kernel of its own, see `kernels.placement`
 ):
     if EARLY:
         launch_next()
@@ -114,7 +116,8 @@ def add_norm(residual: Tensor, partial: Tensor, weight: Tensor, eps: float, *, e
     out = torch.empty_like(residual)
     block = triton.next_power_of_2(hidden)
     assert residual.is_contiguous() and partial.is_contiguous()
-    _add_norm_kernel[(tokens,)](
+    apart = early and tokens <= tuning.APART_TOKENS
+    kernel = _add_norm_kernel[(tokens,)](
         residual,
         partial,
         weight,
@@ -125,9 +128,12 @@ def add_norm(residual: Tensor, partial: Tensor, weight: Tensor, eps: float, *, e
         SPLITS=partial.shape[0],
         BLOCK=block,
         EARLY=early,
+        APART=apart,
         num_warps=_norm_warps(block),
         launch_pdl=early and residual.is_cuda,
     )
+    if apart and residual.is_cuda:
+        placement.keep_apart(kernel)
     return out
 
 
