@@ -154,7 +154,7 @@ class CudaStream:
 
 
 class CudaStreams:
-    """The three streams of an engine on one GPU."""
+    """The three streams of an engine on one GPU, and a branch of `compute` for marks that nothing waits for."""
 
     REANCHOR_S = 20.0
     """How long one anchor serves: CUDA gives the time between two events as a float32 of milliseconds."""

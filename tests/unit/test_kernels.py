@@ -12,7 +12,7 @@ from rollout.engine import kernels, reference
 from rollout.engine.kernels import tuning
 from rollout.engine.kernels.tuning import Tiles
 from tests import paged
-from tests.devices import on_devices
+from tests.devices import in_interpreter, on_devices
 
 pytest.importorskip("triton")
 from rollout.engine.kernels import decode, few_attention, kv_write, pieces, prefill, sampling, shares, step_start
@@ -138,7 +138,7 @@ def test_decode_joins_pieces_launch_after_launch(
 
 @on_devices
 @pytest.mark.parametrize("window", [0, 1, 33])
-@pytest.mark.parametrize("lengths", [[1], [64, 50] * 3, [5, 170, 16, 17, 1, 1], [290, 1, 1], [432, 800]])
+@pytest.mark.parametrize("lengths", [[1], [64, 50] * 3, [5, 170, 16, 17, 1, 1], [290, 1, 1], [432, 800], [448, 800]])
 def test_shares_are_equal_and_miss_nothing(device: str, lengths: list[int], window: int) -> None:
     case = paged.make(lengths, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, device=device)
     seen = [min(length, window or length) for length in lengths]
@@ -340,6 +340,18 @@ def test_sample_rows_without_a_distribution(device: str) -> None:
     assert token[1:6].tolist() == [0, 0, 0, 0, 2999]
     assert abs(float(logprob[5])) < 1e-6
     _check_sample(inputs)
+
+
+@in_interpreter
+def test_each_program_of_the_sampler_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(tuning, "may_start_early", lambda _: True)
+    monkeypatch.setattr(sampling, "launch_next", lambda: calls.append("launch next"))
+    monkeypatch.setattr(sampling, "wait", lambda: calls.append("wait"))
+    inputs = _sampling_inputs(2, 3000, torch.float32, "cpu")
+    _check_sample(inputs)
+    chunks = -(-3000 // tuning.sample_block(2, 3000, tuning.sm_count(inputs[0].device)))
+    assert calls == 2 * chunks * ["launch next", "wait"] + 2 * ["wait"]
 
 
 def test_the_cpu_engine_does_not_run_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,10 +53,13 @@ def test_add_norm(device: str, early: bool, dtype: torch.dtype, splits: int) -> 
 def test_one_tokens_norm_in_a_chain_is_kept_apart(
     tokens: int, early: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches = Launches()
+    launches, kept = Launches(), []
     monkeypatch.setattr(pointwise, "_add_norm_kernel", launches)
+    monkeypatch.setattr(placement, "keep_apart", kept.append)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     pointwise.add_norm(torch.empty(tokens, 80), torch.empty(1, tokens, 80), torch.empty(80), 1e-5, early=early)
     assert [options["APART"] for options in launches.options] == [apart]
+    assert len(kept) == apart
 
 
 def test_kernels_are_kept_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +93,9 @@ def test_embed_norm(device: str, dtype: torch.dtype, table_dtype: torch.dtype) -
     for laid_out in (table, table.t().contiguous().t()):
         residual, out = pointwise.embed_norm(ids, laid_out, weight, 1e-5)
         assert torch.equal(residual, table[ids.long()].to(dtype))
+        if device == "cpu":  # a GPU might add products up otherwise
+            nothing = torch.zeros(1, *residual.shape)
+            assert torch.equal(out, pointwise.add_norm(residual, nothing, weight, 1e-5)), "the stored residual's norm"
         expected = reference_layers.rms_norm(residual.double(), weight.double(), 1e-5)
         assert relative(out, expected) < TOLERANCE[dtype]
 

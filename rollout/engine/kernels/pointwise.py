@@ -43,7 +43,7 @@ def _embed_norm_kernel(
     mask = feature < HIDDEN
     w = tl.load(weight + feature, mask=mask, other=0.0).to(tl.float32)
     line = embedding + tl.load(token_ids + token).to(tl.int64) * token_stride
-    x = tl.load(line + feature * feature_stride, mask=mask, other=0.0).to(out.dtype.element_ty)
+    x = tl.load(line + feature.to(tl.int64) * feature_stride, mask=mask, other=0.0).to(out.dtype.element_ty)
     tl.store(residual + token * HIDDEN + feature, x, mask=mask)
     normed = _normed(x.to(tl.float32), w, eps, HIDDEN, out.dtype.element_ty)
     tl.store(out + token * HIDDEN + feature, normed, mask=mask)

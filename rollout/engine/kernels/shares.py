@@ -50,12 +50,12 @@ def _cuts_kernel(
     share_rows = (rows + shares - 1) // shares
     whole = (tl.max(tiles, 0) * rows * 8 <= total * 9) & (rows * 10 >= share_rows * shares * 9)
     if PADDED_ROWS <= 128:  # of more rows, hardly any has several shares
-        # Or else shares are of the least length, up to a 24th more, at which there are enough for each row to have its
-        # own. On an H200, a 15th more cost a step of 8 rows of 2K to 16K more than it gained.
+        # Or else each row has its own if there are enough, at the least of sixteen lengths up to a 24th more. On an
+        # H200, a 15th more cost a step of 8 rows of 2K to 16K more than it gained.
         longer = share_tiles + share_tiles * tl.arange(0, 16) // 360  # [16]
         wanted = tl.sum((tiles[None, :] + longer[:, None] - 1) // longer[:, None], 1)
         own_tiles = tl.min(tl.where(wanted <= shares, longer, 1 << 30), 0)
-        own = (own_tiles < 1 << 30) & (whole == 0)
+        own = own_tiles < 1 << 30
         share_tiles = tl.where(own, own_tiles, share_tiles)
         until = tl.where(own, tl.cumsum((tiles + share_tiles - 1) // share_tiles * share_tiles, 0), until)
 
