@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from rollout.engine import kernels
 from rollout.engine.attention import PagedStep
-from rollout.engine.kernels import decode, few_attention, fused_attention, layer_ops, pointwise, shares
+from rollout.engine.kernels import decode, few_attention, fused_attention, layer_ops, pointwise, rms_norm, shares
 from rollout.engine.models.fused import FusedDecoder
 from rollout.engine.models.join import join_projections
 from tests.devices import in_interpreter
@@ -59,11 +59,11 @@ def test_a_chain_of_early_kernels_is_the_reference(
 
     def add_norm(*args: Any, **options: Any) -> Tensor:
         calls.append("norm")
-        return pointwise.add_norm(*args, **options)
+        return rms_norm.add_norm(*args, **options)
 
     def embed_norm(*args: Any) -> tuple[Tensor, Tensor]:
         calls.append("first norm")
-        return pointwise.embed_norm(*args)
+        return rms_norm.embed_norm(*args)
 
     def decode_cuts(*args: Any, **options: Any) -> Tensor:
         calls.append("cuts")

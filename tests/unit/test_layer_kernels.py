@@ -14,7 +14,7 @@ from tests.devices import on_devices
 from tests.fakes import Launches
 
 pytest.importorskip("triton")
-from rollout.engine.kernels import few_products, layer_ops, placement, pointwise, streamed_products, tuning
+from rollout.engine.kernels import few_products, layer_ops, placement, pointwise, rms_norm, streamed_products, tuning
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -44,7 +44,7 @@ def test_add_norm(device: str, early: bool, dtype: torch.dtype, splits: int) -> 
     partial = random(splits, 4, 80, device=device, dtype=torch.float32, seed=2)
     expected_residual = residual.double()
     expected = reference_layers.add_norm(expected_residual, partial.double(), weight.double(), 1e-5)
-    out = pointwise.add_norm(residual, partial, weight, 1e-5, early=early)
+    out = rms_norm.add_norm(residual, partial, weight, 1e-5, early=early)
     assert relative(residual, expected_residual) < TOLERANCE[dtype]
     assert relative(out, expected) < TOLERANCE[dtype]
 
@@ -54,10 +54,10 @@ def test_one_tokens_norm_in_a_chain_is_kept_apart(
     tokens: int, early: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches, kept = Launches(), []
-    monkeypatch.setattr(pointwise, "_add_norm_kernel", launches)
+    monkeypatch.setattr(rms_norm, "_add_norm_kernel", launches)
     monkeypatch.setattr(placement, "keep_apart", kept.append)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    pointwise.add_norm(torch.empty(tokens, 80), torch.empty(1, tokens, 80), torch.empty(80), 1e-5, early=early)
+    rms_norm.add_norm(torch.empty(tokens, 80), torch.empty(1, tokens, 80), torch.empty(80), 1e-5, early=early)
     assert [options["APART"] for options in launches.options] == [apart]
     assert len(kept) == apart
 
@@ -91,11 +91,11 @@ def test_embed_norm(device: str, dtype: torch.dtype, table_dtype: torch.dtype) -
     weight = random(80, device=device, dtype=dtype, seed=1)
     ids = torch.tensor([49, 0, 7, 7], dtype=torch.int32, device=device)
     for laid_out in (table, table.t().contiguous().t()):
-        residual, out = pointwise.embed_norm(ids, laid_out, weight, 1e-5)
+        residual, out = rms_norm.embed_norm(ids, laid_out, weight, 1e-5)
         assert torch.equal(residual, table[ids.long()].to(dtype))
         if device == "cpu":  # a GPU might add products up otherwise
             nothing = torch.zeros(1, *residual.shape)
-            assert torch.equal(out, pointwise.add_norm(residual, nothing, weight, 1e-5)), "the stored residual's norm"
+            assert torch.equal(out, rms_norm.add_norm(residual, nothing, weight, 1e-5)), "the stored residual's norm"
         expected = reference_layers.rms_norm(residual.double(), weight.double(), 1e-5)
         assert relative(out, expected) < TOLERANCE[dtype]
 

@@ -108,18 +108,18 @@ def _products(chain: Chain) -> Any:
 def embed_norm(token_ids: Tensor, embedding: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The residual stream's beginning, and that normalised. See `reference_layers.embed_norm`."""
     if embedding.is_cuda:
-        from rollout.engine.kernels import pointwise
+        from rollout.engine.kernels import rms_norm
 
-        return pointwise.embed_norm(token_ids, embedding, weight, eps)
+        return rms_norm.embed_norm(token_ids, embedding, weight, eps)
     return reference_layers.embed_norm(token_ids, embedding, weight, eps)
 
 
 def add_norm(residual: Tensor, partial: Tensor, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:
     """Adds partial sums to the residual, in place, and normalises it. See `reference_layers.add_norm`."""
     if residual.is_cuda:
-        from rollout.engine.kernels import pointwise
+        from rollout.engine.kernels import rms_norm
 
-        return pointwise.add_norm(residual, partial, weight, eps, early=early)
+        return rms_norm.add_norm(residual, partial, weight, eps, early=early)
     return reference_layers.add_norm(residual, partial, weight, eps)
 
 

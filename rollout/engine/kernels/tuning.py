@@ -1,7 +1,7 @@
 """The kernels' choices of tile, warps, stages and splits, as numbers to be changed after a measurement.
 
-Owns every launch number that depends on hardware or shape. Pure functions: no Triton, no device, no KV length, since a
-CUDA graph bakes in what they return and is replayed at any length.
+Owns every launch number that depends on hardware or shape. Pure functions, but for the few that ask what a device has:
+no Triton, no KV length, since a CUDA graph bakes in what they return and is replayed at any length.
 """
 
 from __future__ import annotations
