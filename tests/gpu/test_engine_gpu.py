@@ -100,9 +100,11 @@ def test_few_rows_overlap_their_kernels(architecture: str, rows: int) -> None:
     assert differences.mean() < MEAN_DIFFERENCE
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "rows"), [(16, 8, 40), (16, 8, 64), (16, 16, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads", "rows"), [(16, 8, 1), (16, 8, 40), (16, 8, 64), (16, 16, 64)])
 def test_attention_in_a_chain_at_every_load(heads: int, kv_heads: int, rows: int) -> None:
-    """With three and four programs of attention on an SM, and apart from rotary positions where there are more."""
+    """One row whose pieces the output product joins; three and four programs of attention on an SM; and apart from
+    rotary positions where there are more.
+    """
     sizes = {"hidden_size": 512, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     model = wide("qwen3", **sizes)
     params = SamplingParams(n=-(-rows // 8), max_tokens=100, seed=5, ignore_eos=True)

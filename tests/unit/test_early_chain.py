@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from rollout.engine import kernels
 from rollout.engine.attention import PagedStep
-from rollout.engine.kernels import decode, few_attention, fused_attention, layer_ops, pointwise, rms_norm, shares
+from rollout.engine.kernels import decode, fused_attention, layer_ops, pointwise, rms_norm, shares
 from rollout.engine.models.fused import FusedDecoder
 from rollout.engine.models.join import join_projections
 from tests.devices import in_interpreter
@@ -56,6 +56,7 @@ def test_a_chain_of_early_kernels_is_the_reference(
     expected_logits, expected_kv = run(decoder, lengths, head_dim)
 
     calls: list[str] = []
+    attend_and_project = layer_ops.attend_and_project
 
     def add_norm(*args: Any, **options: Any) -> Tensor:
         calls.append("norm")
@@ -72,7 +73,7 @@ def test_a_chain_of_early_kernels_is_the_reference(
     def attention(*args: Any, **options: Any) -> Tensor:
         calls.append("attention")
         if chain == "few":
-            return few_attention.paged_decode(*args, **options)
+            return attend_and_project(*args, **options)
         if fused:
             assert options["early"]
             return fused_attention.attend(*args, **options)
@@ -85,7 +86,7 @@ def test_a_chain_of_early_kernels_is_the_reference(
     monkeypatch.setattr(layer_ops, "chain_for", lambda *_: chain)
     monkeypatch.setattr(layer_ops, "rope_write", rope_write)
     if chain == "few":
-        monkeypatch.setattr(layer_ops, "few_attention", attention)
+        monkeypatch.setattr(layer_ops, "attend_and_project", attention)
     elif fused:
         monkeypatch.setattr(layer_ops, "decode_attention", attention)
     else:

@@ -138,7 +138,9 @@ def test_decode_joins_pieces_launch_after_launch(
 
 @on_devices
 @pytest.mark.parametrize("window", [0, 1, 33])
-@pytest.mark.parametrize("lengths", [[1], [64, 50] * 3, [5, 170, 16, 17, 1, 1], [290, 1, 1], [432, 800], [448, 800]])
+@pytest.mark.parametrize(
+    "lengths", [[1], [800], [64, 50] * 3, [5, 170, 16, 17, 1, 1], [290, 1, 1], [432, 800], [448, 800]]
+)
 def test_shares_are_equal_and_miss_nothing(device: str, lengths: list[int], window: int) -> None:
     case = paged.make(lengths, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, device=device)
     seen = [min(length, window or length) for length in lengths]
@@ -151,9 +153,11 @@ def test_shares_are_equal_and_miss_nothing(device: str, lengths: list[int], wind
         shares, share_tiles = len(cuts), cuts[0][3]
         assert shares == programs // 2
         at = 0
-        for row, tile, count, every, position, sequence, *_ in cuts:
+        for row, tile, count, every, position, sequence, in_row, _ in cuts:
             assert at == len(line) if count == 0 else (row, tile) == line[at]
             assert count == 0 or (every, position, sequence) == (share_tiles, lengths[row] - 1, row)
+            if count > 0 and len(lengths) == 1:
+                assert in_row == -(-len(line) // share_tiles)
             at += count
         assert at == len(line)
         counts = [cut[2] for cut in cuts]

@@ -1,7 +1,8 @@
 """Triton: attention of a decode step of few rows, as a kernel of `kernels.early`.
 
 What `kernels.decode` does, but a program's first tile of KV is on its way before the kernel before has ended, and tiles
-are held in registers: with few rows it is the way from kernel to kernel that takes time, with many the KV.
+are held in registers: with few rows it is the way from kernel to kernel that takes time, with many the KV. The pieces
+of one row may be left to the kernel after, `kernels.few_output`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from rollout.engine.kernels import tuning
 from rollout.engine.kernels.early import launch_next, wait
+from rollout.engine.kernels.few_output import Pieces, empty_pieces, leave
 from rollout.engine.kernels.kv_write import check_cache
 from rollout.engine.kernels.pieces import counters, finish, partial_results
 from rollout.engine.kernels.shares import decode_cuts, read_cut
@@ -31,6 +33,7 @@ def _few_attention_kernel(
     out,  # this and the next three as `pieces.finish` has them
     partial,
     partial_lse,
+    lse_stride,
     ended,
     query_row_stride,
     query_head_stride,
@@ -48,6 +51,7 @@ def _few_attention_kernel(
     PADDED_DIM: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     JOIN_CHUNK: tl.constexpr,
+    LEAVE: tl.constexpr,  # the only row's pieces, as `few_output.Pieces` has them: neither `out` nor `ended` is used
 ):
     launch_next()
     kv_head = tl.program_id(0) % KV_HEADS  # neighbours share a block table
@@ -101,10 +105,16 @@ def _few_attention_kernel(
             acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
             k = k_next
             v = v_next
-        finish(
-            acc, total, top, row, kv_head, share, share_tiles, at_tile, tiles, offset, count, out, partial,
-            partial_lse, ended, KV_HEADS, GROUP, HEAD_DIM, BLOCK_M, PADDED_GROUP, PADDED_DIM, JOIN_CHUNK,
-        )  # fmt: skip
+        if LEAVE:
+            leave(
+                acc / total[:, None], top + tl.log2(total), share, head, member < GROUP, partial, partial_lse,
+                lse_stride, KV_HEADS * GROUP, HEAD_DIM, PADDED_DIM,
+            )  # fmt: skip
+        else:
+            finish(
+                acc, total, top, row, kv_head, share, share_tiles, at_tile, tiles, offset, count, out, partial,
+                partial_lse, ended, KV_HEADS, GROUP, HEAD_DIM, BLOCK_M, PADDED_GROUP, PADDED_DIM, JOIN_CHUNK,
+            )  # fmt: skip
         left -= count
         at_tile += tiles
         offset = 0
@@ -138,20 +148,64 @@ def paged_decode(
     `cuts` is what `decode_cuts` made for these positions and window with `few`; None: it is made here. `tiles` stand
     in for the choice of `tuning`, for measurements.
     """
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    where = (k_cache, v_cache, block_table, token_row, position)
+    if query.shape[0] > 0:
+        _launch(query, *where, scaling=scaling, window=window, cuts=cuts, tiles=tiles, out=out)
+    return out
+
+
+def leave_pieces(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    token_row: Tensor,
+    position: Tensor,
+    *,
+    scaling: float,
+    window: int = 0,
+    cuts: Tensor,
+    tiles: tuning.Tiles | None = None,
+) -> Pieces:
+    """`paged_decode` of one row, whose pieces are not joined yet."""
+    assert query.shape[0] == 1
+    pieces = empty_pieces(query.shape[1], query.shape[2], cuts)
+    where = (k_cache, v_cache, block_table, token_row, position)
+    _launch(query, *where, scaling=scaling, window=window, cuts=cuts, tiles=tiles, out=pieces)
+    return pieces
+
+
+def _launch(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    token_row: Tensor,
+    position: Tensor,
+    *,
+    scaling: float,
+    window: int,
+    cuts: Tensor | None,
+    tiles: tuning.Tiles | None,
+    out: Tensor | Pieces,
+) -> None:
+    """Writes what rows attended to, or the only row's pieces."""
     rows, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
     check_cache(k_cache, v_cache)
     assert query.stride(-1) == 1 and heads % kv_heads == 0
-    out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
-    if rows == 0:
-        return out
     group = heads // kv_heads
     tiles = tiles or tuning.decode_tiles(head_dim, query.element_size(), rows, few=True)
     if cuts is None:
         cuts = decode_cuts(token_row, position, k_cache, window=window, few=True, tiles=tiles)
     shares = cuts.shape[0]
     padded_dim, padded_group = max(16, triton.next_power_of_2(head_dim)), triton.next_power_of_2(group)
-    partial, partial_lse = partial_results(shares, kv_heads, group, head_dim, query.device)
+    if isinstance(out, Pieces):
+        partial, partial_lse, result, ended = out.values, out.lse, query, cuts
+    else:
+        partial, partial_lse = partial_results(shares, kv_heads, group, head_dim, query.device)
+        result, ended = out, counters(query.device, rows * kv_heads)
     _few_attention_kernel[(shares * kv_heads,)](
         query,
         k_cache,
@@ -160,10 +214,11 @@ def paged_decode(
         token_row,
         position,
         cuts,
-        out,
+        result,
         partial,
         partial_lse,
-        counters(query.device, rows * kv_heads),
+        partial_lse.stride(0),
+        ended,
         query.stride(0),
         query.stride(1),
         k_cache.stride(0),
@@ -180,7 +235,7 @@ def paged_decode(
         PADDED_DIM=padded_dim,
         PADDED_GROUP=padded_group,
         JOIN_CHUNK=tuning.joined_at_once(padded_group * padded_dim, tiles, few=True),
+        LEAVE=isinstance(out, Pieces),
         num_warps=tiles.warps,
         launch_pdl=query.is_cuda,
     )
-    return out

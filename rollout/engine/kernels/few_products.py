@@ -61,14 +61,19 @@ def _right_alone(inputs, TOKENS: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.co
 
 
 @triton.jit
+def products_alone(w, h, TOKENS: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr):
+    """A product by each warp, with ALONE: [PARTS, 2, 8, TOKENS]."""
+    y = tl.dot(_left_alone(w, PARTS, DEPTH), _right_alone(h, TOKENS, PARTS, DEPTH), input_precision="ieee")
+    y = tl.reshape(y, [PARTS, 2, 2, 8, TOKENS, 2])  # part, half, the row's set, row, token, the column's set
+    own_set = tl.arange(0, 2)[None, None, :, None, None, None] == tl.arange(0, 2)[None, None, None, None, None, :]
+    return tl.sum(tl.sum(tl.where(own_set, y, 0.0), 5), 2)
+
+
+@triton.jit
 def _product(w, h, ALONE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr):
     """A tile's outputs, [16, TOKENS]."""
     if ALONE:
-        y = tl.dot(_left_alone(w, PARTS, DEPTH), _right_alone(h, TOKENS, PARTS, DEPTH), input_precision="ieee")
-        y = tl.reshape(y, [PARTS, 2, 2, 8, TOKENS, 2])  # part, half, the row's set, row, token, the column's set
-        own_set = tl.arange(0, 2)[None, None, :, None, None, None] == tl.arange(0, 2)[None, None, None, None, None, :]
-        y = tl.sum(tl.sum(tl.where(own_set, y, 0.0), 5), 2)
-        return tl.reshape(tl.sum(y, 0), [16, TOKENS])
+        return tl.reshape(tl.sum(products_alone(w, h, TOKENS, PARTS, DEPTH), 0), [16, TOKENS])
     else:
         y = tl.dot(_left(w, PARTS, DEPTH), _right(h, TOKENS, PARTS, DEPTH), input_precision="ieee")
         return tl.sum(y, 0)

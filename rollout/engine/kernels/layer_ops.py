@@ -13,11 +13,11 @@ from rollout.engine.kernels import tuning
 
 __all__ = [
     "add_norm",
+    "attend_and_project",
     "chain_for",
     "decode_attention",
     "early_linear",
     "embed_norm",
-    "few_attention",
     "is_plain",
     "partial_linear",
     "rope_write",
@@ -27,8 +27,8 @@ __all__ = [
 
 
 Chain = Literal["few", "streamed"]
-"""The chains of early kernels that run a decode step of few tokens: `kernels.few_products` and `kernels.few_attention`,
-or `kernels.streamed_products` and the attention of other decode steps."""
+"""The chains of early kernels that run a decode step of few tokens: `kernels.few_products`, `kernels.few_attention` and
+`kernels.few_output`, or `kernels.streamed_products` and the attention of other decode steps."""
 
 
 def product_splits(tokens: int, inputs: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
@@ -189,7 +189,7 @@ def decode_attention(
     return kernels.paged_decode(rope_write(*heads, *where, early=early), *where, **how)
 
 
-def few_attention(
+def attend_and_project(
     query: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -200,9 +200,21 @@ def few_attention(
     scaling: float,
     window: int,
     cuts: Tensor | None,
+    weight: Tensor,
 ) -> Tensor:
-    """A decode step's attention of few rows: [rows, heads, head dim]. See `kernels.few_attention.paged_decode`."""
-    from rollout.engine.kernels import few_attention
+    """A decode step's attention of few rows, and its product, as partial sums that `add_norm` adds up.
+
+    Args:
+        query: [rows, heads, head dim]. This, and all but the last, as `kernels.few_attention.paged_decode` has it.
+        weight: [outputs, heads * head dim].
+
+    Returns:
+        [splits, rows, outputs].
+    """
+    from rollout.engine.kernels import few_attention, few_output
 
     where = (k_cache, v_cache, block_table, token_row, position)
-    return few_attention.paged_decode(query, *where, scaling=scaling, window=window, cuts=cuts)
+    how: dict[str, Any] = {"scaling": scaling, "window": window, "cuts": cuts}
+    if cuts is not None and tuning.joins_in_product(query.shape[0], cuts.shape[0], query.shape[2]):
+        return few_output.join_linear(few_attention.leave_pieces(query, *where, **how), weight)
+    return partial_linear(few_attention.paged_decode(query, *where, **how).flatten(1), weight, "few")

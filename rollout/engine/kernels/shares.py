@@ -80,6 +80,7 @@ def _cuts_kernel(
     tl.store(cut + 3, share_tiles, mask=used)
     tl.store(cut + 4, tl.sum(tl.where(chosen, at[None, :], 0), 1), mask=used)
     tl.store(cut + 5, tl.sum(tl.where(chosen, sequence[None, :], 0), 1), mask=used)
+    tl.store(cut + 6, (tl.sum(tl.where(chosen, tiles[None, :], 0), 1) + share_tiles - 1) // share_tiles, mask=used)
 
 
 @triton.jit
@@ -122,7 +123,8 @@ def decode_cuts(
 
     Returns:
         int32 [shares, 8], of each share: the row in which it begins, the tile of it, its own tiles, those of any share
-        where rows are cut, and the row's position and place in the block table; the last two mean nothing.
+        where rows are cut, the row's position and place in the block table, and the shares of such a row if it begins
+        where a share does; the last means nothing.
     """
     rows, device = position.shape[0], position.device
     _, kv_heads, _, head_dim = k_cache.shape

@@ -146,8 +146,7 @@ class FusedDecoder:
         x, h = layer_ops.embed_norm(token_ids, self.embedding, self.layers[0].attention_norm, self.eps)
         for index, (layer, next_norm) in enumerate(zip(self.layers, self._next_norms(), strict=True)):
             q, k, v = layer.qkv.products(h, chain)
-            attended = self._attend(q, k, v, layer, index, step, chain)
-            y = layer_ops.partial_linear(attended.flatten(1), layer.output, chain)
+            y = self._attend(q, k, v, layer, index, step, chain)
             h = layer_ops.add_norm(x, y, layer.mlp_norm, self.eps, early=early)
             y = layer_ops.partial_linear(layer.gate_up.gated(h, chain), layer.down, chain)
             h = layer_ops.add_norm(x, y, next_norm, self.eps, early=early)
@@ -156,15 +155,18 @@ class FusedDecoder:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: _Layer, index: int, step: PagedStep, chain: layer_ops.Chain | None
     ) -> Tensor:
-        """From the products for q, k and v to what heads attended, [tokens, heads, head dim]."""
+        """From the products for q, k and v to partial sums of the output product, [splits, tokens, hidden]."""
         heads, where = (q, k, v, *self._heads(layer)), step.where(index)
         how: dict[str, Any] = {"scaling": layer.scaling, "window": layer.window}
-        if step.query_start is not None:
-            return attend(layer_ops.rope_write(*heads, *where), step, index, **how)
-        cuts = step.cuts(layer.window, few=chain == "few")
         if chain == "few":
-            return layer_ops.few_attention(layer_ops.rope_write(*heads, *where, early=True), *where, **how, cuts=cuts)
-        return layer_ops.decode_attention(*heads, *where, **how, cuts=cuts, early=chain is not None)
+            query, cuts = layer_ops.rope_write(*heads, *where, early=True), step.cuts(layer.window, few=True)
+            return layer_ops.attend_and_project(query, *where, **how, cuts=cuts, weight=layer.output)
+        if step.query_start is not None:
+            attended = attend(layer_ops.rope_write(*heads, *where), step, index, **how)
+        else:
+            cuts = step.cuts(layer.window)
+            attended = layer_ops.decode_attention(*heads, *where, **how, cuts=cuts, early=chain is not None)
+        return layer_ops.partial_linear(attended.flatten(1), layer.output, chain)
 
     def _heads(self, layer: _Layer) -> _HeadWork:
         """What is done to queries, keys and values."""
