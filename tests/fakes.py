@@ -84,10 +84,15 @@ class FakeStreams:
 
 
 class Launches:
-    """Stands in for a Triton kernel, and keeps the options that it was launched with."""
+    """Stands in for a Triton kernel, launches it if it is given, and keeps the options that it was launched with."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: Any = None) -> None:
+        self.kernel = kernel
         self.options: list[dict[str, Any]] = []
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *_, **options: self.options.append(options)
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> Any:
+            self.options.append(options)
+            return self.kernel[grid](*args, **options) if self.kernel is not None else None
+
+        return launch

@@ -281,6 +281,37 @@ def test_products_of_few_tokens_are_launched_with_as_many_warps(
     assert [(options["num_warps"], options["PARTS"]) for options in launches.options] == [(warps, warps)]
 
 
+@on_devices
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_products_in_turns(device: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many programs, of which the GPU puts several on a multiprocessor."""
+    launches = Launches(few_products._few_kernel)
+    monkeypatch.setattr(tuning, "sm_count", lambda _: 6)
+    monkeypatch.setattr(few_products, "_few_kernel", launches)
+    _, off = check_products(few_products, device=device, tokens=tokens, inputs=256, outputs=16 * 18)
+    assert off < 1e-5
+    assert [options["ROUNDS"] for options in launches.options] == [2] * 3, "18 programs"
+    assert [options["TURN"] for options in launches.options] == [6 if tokens <= 2 else 0] * 3
+
+
+def test_programs_begin_in_turns_where_three_share_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "sm_count", lambda _: 132)
+    monkeypatch.setattr(tuning, "memory_bandwidth", lambda _: 4.8e12)
+
+    def turn_ns(tokens: int, programs: int, rounds: int = 1, *, gated: bool = False) -> int:
+        return tuning.few_turn_ns(tokens, programs, rounds, 65536, torch.device("cuda"), gated=gated)
+
+    assert [turn_ns(tokens, 384, gated=True) for tokens in (1, 2, 3, 8)] == [1622, 1622, 0, 0]
+    assert [turn_ns(1, 384, rounds, gated=True) for rounds in (1, 2, 3)] == [1622, 1622, 811]
+    assert [turn_ns(1, programs) for programs in (128, 264, 265, 384)] == [0, 0, 811, 811]
+
+
+def test_bandwidth_is_by_the_memorys_clock_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = SimpleNamespace(memory_clock_rate=3_201_000, memory_bus_width=6144)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
+    assert tuning.memory_bandwidth.__wrapped__(torch.device("cuda")) == pytest.approx(4.917e12, rel=1e-3)
+
+
 def test_decode_steps_are_run_by_the_fastest_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)

@@ -6,6 +6,11 @@ may fetch what none before it in the chain writes (weights, keys and values of e
 only then calls `wait`. So a kernel's programs are in place, and some of its data on their way, while its input is still
 being computed. An ordinary kernel in the midst of a chain ends it, and another begins.
 
+What is fetched before the wait is in the way of what is to be fetched behind one. Memory answers in turn: when a
+kernel's programs, all at once, ask for weights that take memory four microseconds, then the few results that the kernel
+before them waits for, in the L2 cache though they are, take two instead of one. So programs that share a multiprocessor
+had better ask one after the other, as fast as memory gives: each but the first begins with a `pause`.
+
 NOTE: a chain is only right if in each of its kernels some program waits: then what ran before a kernel's predecessor
 has ended, too, when its own `wait` returns. And before the wait a kernel may read only what was there when the last
 ordinary kernel before it started. What that one writes may be on its way yet: the chain's first kernel is launched when
@@ -32,3 +37,12 @@ def wait():
     """Returns when the kernel before has ended, and what it wrote is to be seen."""
     if not INTERPRETED:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def pause(nanoseconds):
+    """Returns after so long."""
+    if not INTERPRETED:
+        start = tl.extra.cuda.globaltimer()
+        while tl.extra.cuda.globaltimer() - start < nanoseconds:
+            pass

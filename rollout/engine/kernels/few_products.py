@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.engine.kernels import tuning
-from rollout.engine.kernels.early import launch_next, wait
+from rollout.engine.kernels.early import launch_next, pause, wait
 from rollout.engine.kernels.pointwise import silu_times
 
 
@@ -103,12 +103,13 @@ def _store(y, out, tile, tokens, dtype: tl.constexpr, OUTPUTS: tl.constexpr, GAT
     tl.store(out + place, y.to(out.dtype.element_ty), mask=(output < OUTPUTS)[:, None] & (token < tokens)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "turn_ns"])
 def _few_kernel(
     x,  # [tokens, INPUTS]
     weight,  # [OUTPUTS, INPUTS]; with GATED [2 * OUTPUTS, INPUTS], gate and up
     out,  # [parts, tokens, OUTPUTS]
     tokens,
+    turn_ns,  # how much later than the one before it each program of a multiprocessor begins
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     GATED: tl.constexpr,
@@ -117,11 +118,14 @@ def _few_kernel(
     PARTS: tl.constexpr,  # warps
     DEPTH: tl.constexpr,  # inputs that a program takes: a power of two
     ROUNDS: tl.constexpr,  # tiles that a program takes, one after the other
+    TURN: tl.constexpr,  # multiprocessors if programs begin in turns, or 0
 ):
     k = _inner(PARTS, DEPTH)
     token = tl.arange(0, TOKENS)
     seen = (token < tokens)[:, None, None, None] & (k < INPUTS)
     tile = tl.program_id(0)
+    if TURN > 0:
+        pause((tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)) // TURN * turn_ns)
     w = _load(weight, tile, k, INPUTS, OUTPUTS, GATED)
     launch_next()  # behind the loads, which are not to queue behind the next kernel's
     wait()
@@ -163,11 +167,15 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, *, depth: int, gated: bool =
     tiles, splits = triton.cdiv(outputs, 8 if gated else 16), triton.cdiv(inputs, depth)
     warps = tuning.few_warps(tokens, tiles * splits, depth, sm_count)
     rounds = tuning.few_rounds(tiles * splits, sm_count)
-    _few_kernel[(triton.cdiv(tiles, rounds), splits)](
+    grid = (triton.cdiv(tiles, rounds), splits)
+    tile_bytes = 16 * min(depth, inputs) * weight.element_size()
+    turn_ns = tuning.few_turn_ns(tokens, grid[0] * grid[1], rounds, tile_bytes, x.device, gated=gated)
+    _few_kernel[grid](
         x,
         weight,
         out,
         tokens,
+        turn_ns,
         INPUTS=inputs,
         OUTPUTS=outputs,
         GATED=gated,
@@ -176,6 +184,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, *, depth: int, gated: bool =
         PARTS=warps,
         DEPTH=depth,
         ROUNDS=rounds,
+        TURN=sm_count if turn_ns > 0 else 0,
         num_warps=warps,
         maxnreg=tuning.FEW_REGISTERS,
         launch_pdl=x.is_cuda,
