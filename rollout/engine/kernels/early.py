@@ -41,7 +41,7 @@ def wait():
 
 @triton.jit
 def pause(nanoseconds):
-    """Returns after so long."""
+    """Returns after so long, by the GPU's timer, which on an H200 ticks every 32 ns."""
     if not INTERPRETED:
         start = tl.extra.cuda.globaltimer()
         while tl.extra.cuda.globaltimer() - start < nanoseconds:
