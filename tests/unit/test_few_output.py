@@ -33,16 +33,8 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 )
 def test_pieces_are_joined_by_the_product(
     device: str, heads: int, kv_heads: int, head_dim: int, outputs: int, length: int, window: int, programs: int,
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    def unset(*args: object) -> few_output.Pieces:
-        pieces = empty_pieces(*args)
-        pieces.values.fill_(float("nan"))
-        pieces.lse.fill_(float("nan"))
-        return pieces
-
-    empty_pieces = few_output.empty_pieces
-    monkeypatch.setattr(few_attention, "empty_pieces", unset)
     case = paged.make([length], kv_heads=kv_heads, head_dim=head_dim, block_size=32, dtype=dtype, device=device)
     query = 3.0 * paged.queries(1, heads, head_dim, case.kv)  # pieces whose weights differ
     generator = torch.Generator().manual_seed(2)
@@ -52,7 +44,10 @@ def test_pieces_are_joined_by_the_product(
         case.rows, case.last, case.k_cache, window=window, few=True, tiles=tiles, programs=programs, least_tokens=16
     )
     where = (case.k_cache, case.v_cache, case.block_table, case.rows, case.last)
-    pieces = few_attention.leave_pieces(query, *where, scaling=0.3, window=window, cuts=cuts, tiles=tiles)
+    pieces = few_output.empty_pieces(heads, head_dim, cuts)
+    pieces.values.fill_(float("nan"))
+    pieces.lse.fill_(float("nan"))
+    few_attention.paged_decode(query, *where, scaling=0.3, window=window, cuts=cuts, tiles=tiles, pieces=pieces)
     parts = few_output.join_linear(pieces, weight)
     assert parts.shape == (-(-heads * head_dim // 256), 1, outputs)
     assert parts.dtype == torch.float32
@@ -85,12 +80,12 @@ def test_attention_and_its_product_of_few_rows(
 ) -> None:
     calls: list[str] = []
 
-    def leave_pieces(*args: object, **options: object) -> few_output.Pieces:
+    def join_linear(*args: object) -> torch.Tensor:
         calls.append("pieces")
-        return own(*args, **options)
+        return own(*args)
 
-    own = few_attention.leave_pieces
-    monkeypatch.setattr(few_attention, "leave_pieces", leave_pieces)
+    own = few_output.join_linear
+    monkeypatch.setattr(few_output, "join_linear", join_linear)
     if not joined:
         monkeypatch.setattr(tuning, "JOINED_PIECES", 0)
     case = paged.make(lengths, kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32, device=device)

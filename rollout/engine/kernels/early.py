@@ -8,8 +8,8 @@ being computed. An ordinary kernel in the midst of a chain ends it, and another 
 
 What is fetched before the wait is in the way of what is to be fetched behind one. Memory answers in turn: when a
 kernel's programs, all at once, ask for weights that take memory four microseconds, then the few results that the kernel
-before them waits for, in the L2 cache though they are, take two instead of one. So programs that share a multiprocessor
-had better ask one after the other, as fast as memory gives: each but the first begins with a `pause`.
+before them waits for, in the L2 cache though they are, take two to four as well. So programs that share a
+multiprocessor had better ask one after the other, as fast as memory gives: each but the first begins with a `pause`.
 
 NOTE: a chain is only right if in each of its kernels some program waits: then what ran before a kernel's predecessor
 has ended, too, when its own `wait` returns. And before the wait a kernel may read only what was there when the last

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollout.engine.kernels import tuning
 from rollout.engine.kernels.early import launch_next, wait
-from rollout.engine.kernels.few_output import Pieces, empty_pieces, leave
+from rollout.engine.kernels.few_output import Pieces, leave
 from rollout.engine.kernels.kv_write import check_cache
 from rollout.engine.kernels.pieces import counters, finish, partial_results
 from rollout.engine.kernels.shares import decode_cuts, read_cut
@@ -142,70 +142,31 @@ def paged_decode(
     window: int = 0,
     cuts: Tensor | None = None,
     tiles: tuning.Tiles | None = None,
+    pieces: Pieces | None = None,
 ) -> Tensor:
     """Attention of one query a row over the row's cache. See `reference.paged_decode`.
 
     `cuts` is what `decode_cuts` made for these positions and window with `few`; None: it is made here. `tiles` stand
-    in for the choice of `tuning`, for measurements.
+    in for the choice of `tuning`, for measurements. `pieces`: one row's are left there, and what is returned is unset.
     """
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    where = (k_cache, v_cache, block_table, token_row, position)
-    if query.shape[0] > 0:
-        _launch(query, *where, scaling=scaling, window=window, cuts=cuts, tiles=tiles, out=out)
-    return out
-
-
-def leave_pieces(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    token_row: Tensor,
-    position: Tensor,
-    *,
-    scaling: float,
-    window: int = 0,
-    cuts: Tensor,
-    tiles: tuning.Tiles | None = None,
-) -> Pieces:
-    """`paged_decode` of one row, whose pieces are not joined yet."""
-    assert query.shape[0] == 1
-    pieces = empty_pieces(query.shape[1], query.shape[2], cuts)
-    where = (k_cache, v_cache, block_table, token_row, position)
-    _launch(query, *where, scaling=scaling, window=window, cuts=cuts, tiles=tiles, out=pieces)
-    return pieces
-
-
-def _launch(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    token_row: Tensor,
-    position: Tensor,
-    *,
-    scaling: float,
-    window: int,
-    cuts: Tensor | None,
-    tiles: tuning.Tiles | None,
-    out: Tensor | Pieces,
-) -> None:
-    """Writes what rows attended to, or the only row's pieces."""
     rows, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = k_cache.shape
     check_cache(k_cache, v_cache)
     assert query.stride(-1) == 1 and heads % kv_heads == 0
+    assert pieces is None or rows == 1
+    out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
+    if rows == 0:
+        return out
     group = heads // kv_heads
     tiles = tiles or tuning.decode_tiles(head_dim, query.element_size(), rows, few=True)
     if cuts is None:
         cuts = decode_cuts(token_row, position, k_cache, window=window, few=True, tiles=tiles)
     shares = cuts.shape[0]
     padded_dim, padded_group = max(16, triton.next_power_of_2(head_dim)), triton.next_power_of_2(group)
-    if isinstance(out, Pieces):
-        partial, partial_lse, result, ended = out.values, out.lse, query, cuts
-    else:
+    if pieces is None:
         partial, partial_lse = partial_results(shares, kv_heads, group, head_dim, query.device)
-        result, ended = out, counters(query.device, rows * kv_heads)
+    else:
+        partial, partial_lse = pieces.values, pieces.lse
     _few_attention_kernel[(shares * kv_heads,)](
         query,
         k_cache,
@@ -214,11 +175,11 @@ def _launch(
         token_row,
         position,
         cuts,
-        result,
+        out,
         partial,
         partial_lse,
         partial_lse.stride(0),
-        ended,
+        counters(query.device, rows * kv_heads),
         query.stride(0),
         query.stride(1),
         k_cache.stride(0),
@@ -235,7 +196,8 @@ def _launch(
         PADDED_DIM=padded_dim,
         PADDED_GROUP=padded_group,
         JOIN_CHUNK=tuning.joined_at_once(padded_group * padded_dim, tiles, few=True),
-        LEAVE=isinstance(out, Pieces),
+        LEAVE=pieces is not None,
         num_warps=tiles.warps,
         launch_pdl=query.is_cuda,
     )
+    return out

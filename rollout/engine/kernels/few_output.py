@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollout.engine.kernels import tuning
 from rollout.engine.kernels.early import launch_next, wait
-from rollout.engine.kernels.few_products import products_alone
+from rollout.engine.kernels.few_products import load_tiles, products_alone
 
 
 class Pieces(NamedTuple):
@@ -78,12 +78,9 @@ def _output_kernel(
     # A program's weights, [8, WARPS, STEPS, 2, 32], lie in its threads as those of `few_products` do.
     STEPS: tl.constexpr = DEPTH // 32
     begin = tl.program_id(1) * DEPTH
-    inner = begin + tl.arange(0, STEPS)[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
-    tile = tl.program_id(0) * WARPS + tl.arange(0, WARPS)
-    output = tl.arange(0, 8)[:, None, None, None, None] + tl.arange(0, 2)[None, None, None, :, None] * 8
-    output += tile[None, :, None, None, None] * 16
-    real = (output < OUTPUTS) & (inner < INPUTS)[None, None]
-    w = tl.load(weight + output * INPUTS + inner[None, None], mask=real, other=0.0, eviction_policy="evict_first")
+    inner = begin + tl.arange(0, STEPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tile = (tl.program_id(0) * WARPS + tl.arange(0, WARPS))[None, :, None, None, None]
+    w = load_tiles(weight, tile, inner[None, None], INPUTS, OUTPUTS, False)
     pieces = tl.load(cuts + 6)
     launch_next()  # behind the loads, which are not to queue behind the next kernel's
 

@@ -80,8 +80,11 @@ def _product(w, h, ALONE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexp
 
 
 @triton.jit
-def _load(weight, tile, k, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
-    """A tile's sixteen rows of a weight, as twice eight: with GATED, eight of gate and the same eight of up."""
+def load_tiles(weight, tile, k, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
+    """A tile's sixteen rows of a weight, as twice eight: with GATED, eight of gate and the same eight of up.
+
+    `k`: inner positions, [1, PARTS, STEPS, 32]. `tile`: a number, or one for each part, [1, PARTS, 1, 1, 1].
+    """
     row = tile * (8 if GATED else 16) + tl.arange(0, 8)[:, None, None, None, None]
     half = tl.arange(0, 2)[None, None, None, :, None] * (OUTPUTS if GATED else 8)
     k = k[:, :, :, None, :]
@@ -126,14 +129,14 @@ def _few_kernel(
     tile = tl.program_id(0)
     if TURN > 0:
         pause((tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)) // TURN * turn_ns)
-    w = _load(weight, tile, k, INPUTS, OUTPUTS, GATED)
+    w = load_tiles(weight, tile, k, INPUTS, OUTPUTS, GATED)
     launch_next()  # behind the loads, which are not to queue behind the next kernel's
     wait()
     for nth in tl.static_range(ROUNDS):
         h = tl.load(x + token[:, None, None, None] * INPUTS + k, mask=seen, other=0.0)
         y = _product(w, h, ALONE, TOKENS, PARTS, DEPTH)
         if nth < ROUNDS - 1:  # the next weights are on their way before these have been made use of
-            w = _load(weight, tile + tl.num_programs(0), k, INPUTS, OUTPUTS, GATED)
+            w = load_tiles(weight, tile + tl.num_programs(0), k, INPUTS, OUTPUTS, GATED)
         _store(y, out, tile, tokens, x.dtype.element_ty, OUTPUTS, GATED, TOKENS)
         tile += tl.num_programs(0)
 

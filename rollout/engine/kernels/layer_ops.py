@@ -216,5 +216,7 @@ def attend_and_project(
     where = (k_cache, v_cache, block_table, token_row, position)
     how: dict[str, Any] = {"scaling": scaling, "window": window, "cuts": cuts}
     if cuts is not None and tuning.joins_in_product(query.shape[0], cuts.shape[0], query.shape[2]):
-        return few_output.join_linear(few_attention.leave_pieces(query, *where, **how), weight)
+        pieces = few_output.empty_pieces(query.shape[1], query.shape[2], cuts)
+        few_attention.paged_decode(query, *where, **how, pieces=pieces)
+        return few_output.join_linear(pieces, weight)
     return partial_linear(few_attention.paged_decode(query, *where, **how).flatten(1), weight, "few")

@@ -69,8 +69,9 @@ def _cuts_kernel(
     inside = (lane[None, :] < first[:, None] + share_rows) & real[None, :]
     end = tl.where(whole, tl.max(tl.where(inside, until[None, :], 0), 1), begin + share_tiles)
     chosen = lane[None, :] == row[:, None]
+    row_tiles = tl.sum(tl.where(chosen, tiles[None, :], 0), 1)  # [BLOCK]
     if PADDED_ROWS <= 128:
-        total = tl.where(own, start + tl.sum(tl.where(chosen, tiles[None, :], 0), 1), total)  # [BLOCK], the row's end
+        total = tl.where(own, start + row_tiles, total)  # [BLOCK], the row's end
     count = tl.maximum(tl.minimum(end, total) - begin, 0)
     cut = cuts + share * 8
     used = share < shares
@@ -80,7 +81,7 @@ def _cuts_kernel(
     tl.store(cut + 3, share_tiles, mask=used)
     tl.store(cut + 4, tl.sum(tl.where(chosen, at[None, :], 0), 1), mask=used)
     tl.store(cut + 5, tl.sum(tl.where(chosen, sequence[None, :], 0), 1), mask=used)
-    tl.store(cut + 6, (tl.sum(tl.where(chosen, tiles[None, :], 0), 1) + share_tiles - 1) // share_tiles, mask=used)
+    tl.store(cut + 6, (row_tiles + share_tiles - 1) // share_tiles, mask=used)
 
 
 @triton.jit

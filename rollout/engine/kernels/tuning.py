@@ -173,9 +173,9 @@ def few_turn_ns(tokens: int, programs: int, rounds: int, tile_bytes: int, device
 
     About what memory takes to read the first tile of one program on each SM; half of it where that is a third of its
     weights or less, or where programs don't begin all at once, behind a norm (as `gated` ones do), but as those of the
-    product before end. On an H200 that takes 1.4 to 2.8% off a step of one or two rows of a 1.7B model, but 2,500 ns
-    instead of 1,600 would cost as much, and so would the whole of it, for half, with Qwen2.5-1.5B's three tiles. With
-    more rows, or where two programs share an SM, any pause costs time.
+    product before end. On an H200 that takes 2 to 3% off a step of one row, or of two at a KV of 4K, of a 1.7B model.
+    Longer pauses cost more than they gain: 2,500 ns instead of 1,600 there, and of Qwen2.5-1.5B, whose programs take
+    three tiles, the whole instead of half. With more rows, or where two programs share an SM, any pause costs time.
     """
     if tokens > ALONE_TOKENS or programs <= 2 * sm_count(device):
         return 0
@@ -194,7 +194,8 @@ JOINED_PIECES = 64
 
 def joins_in_product(tokens: int, shares: int, head_dim: int) -> bool:
     """Whether a decode step's pieces of attention, `shares` of a row at most, are joined by the output product."""
-    return tokens == 1 and shares <= JOINED_PIECES and head_dim in (32, 64, 128, 256)
+    whole_heads = OUTPUT_DEPTH % head_dim == 0 and head_dim >= OUTPUT_DEPTH // OUTPUT_WARPS  # for programs and warps
+    return tokens == 1 and shares <= JOINED_PIECES and whole_heads
 
 
 def part_dtype(dtype: torch.dtype) -> torch.dtype:
